@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import hypothesis
 import pytest
 
@@ -40,6 +42,9 @@ if environment := os.environ.get("HEADWATER_TEST_ENVIRONMENT"):
     os.environ["VIRTUAL_ENV"] = environment
 
 HERE = Path(__file__).parent
+TEST_TIMEOUT_S = 120
+"""How long a coroutine test may take."""
+
 SHARED_SERVER = re.compile(r"\b(?:services|demo): Running\b|\b(lm): Running\b")
 """How a module's tests ask for a server that they share with other modules. Some ask for both of the first two."""
 
@@ -141,6 +146,27 @@ SERVED = {
     },
     "server": {"max_body_bytes": 20_000_000, "client_timeout_s": 5},
 }
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
+    """Give a coroutine test a deadline, before anyio's plugin runs it. Hypothesis makes functions of its tests."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return
+
+    @functools.wraps(test)
+    async def bounded(**arguments: Any) -> None:
+        with anyio.fail_after(TEST_TIMEOUT_S):
+            await test(**arguments)
+
+    pyfuncitem.obj = bounded
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The event loop of coroutine tests and fixtures."""
+    return "asyncio"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple, cast
 
 import uvicorn
@@ -20,7 +20,7 @@ from headwater_server.gateway.http.event_stream import StreamLimits
 from headwater_server.gateway.http.tls_handshake import TlsAcceptor
 from headwater_server.telemetry.logs import AccessLog
 
-__all__ = ["TIMEOUT_S", "Served", "connect", "run_with", "serving", "until", "until_closed"]
+__all__ = ["TIMEOUT_S", "Served", "connect", "serving", "until", "until_closed"]
 
 TIMEOUT_S = 0.3
 
@@ -94,13 +94,3 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
         while piece := await asyncio.wait_for(reader.read(65536), 10):
             data += piece
     return data
-
-
-def run_with(application: ASGIApp, scenario: Callable[[int], Awaitable[None]], **arguments: Any) -> None:
-    """Run a test with a server, whose port it is told."""
-
-    async def main() -> None:
-        async with serving(application, **arguments) as server:
-            await scenario(server.port)
-
-    asyncio.run(main())

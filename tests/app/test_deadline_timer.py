@@ -6,16 +6,18 @@ import asyncio
 import gc
 import math
 import weakref
-from collections.abc import Awaitable, Callable
 
 import pytest
-import uvloop
 
 from headwater_server.deadline_timer import TIMER_RESOLUTION_S, DeadlineTimer
 
 LONG_S = 60.0
-runners = pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
-Runner = Callable[[Awaitable[None]], None]
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    """Both event loops."""
+    return "asyncio", {"use_uvloop": request.param == "uvloop"}
 
 
 class Owner:
@@ -45,75 +47,55 @@ async def pause(delay_s: float) -> None:
     await later
 
 
-@runners
 @pytest.mark.parametrize("limit_s", [-1, 0, 0.0004, 0.0107])
-def test_it_calls_once_the_deadline_has_passed(runner: Runner, limit_s: float) -> None:
-    async def scenario() -> None:
-        owner = Owner(limit_s)
-        owner.timer.start()
-        owner.timer.start()
-        assert await owner.expiry() >= -TIMER_RESOLUTION_S
-
-    runner(scenario())
+async def test_it_calls_once_the_deadline_has_passed(limit_s: float) -> None:
+    owner = Owner(limit_s)
+    owner.timer.start()
+    owner.timer.start()
+    assert await owner.expiry() >= -TIMER_RESOLUTION_S
 
 
-@runners
-def test_a_later_deadline_is_waited_for_without_a_start(runner: Runner) -> None:
-    async def scenario() -> None:
-        owner = Owner(0.005)
-        owner.timer.start()
-        owner.move(0.02)
-        assert await owner.expiry() >= -TIMER_RESOLUTION_S
-
-    runner(scenario())
+async def test_a_later_deadline_is_waited_for_without_a_start() -> None:
+    owner = Owner(0.005)
+    owner.timer.start()
+    owner.move(0.02)
+    assert await owner.expiry() >= -TIMER_RESOLUTION_S
 
 
-@runners
-def test_an_earlier_deadline_counts_from_a_start(runner: Runner) -> None:
-    async def scenario() -> None:
-        owner = Owner(LONG_S)
-        owner.timer.start()
-        owner.move(0.005)
-        owner.timer.start()
-        assert await owner.expiry() >= -TIMER_RESOLUTION_S
-
-    runner(scenario())
+async def test_an_earlier_deadline_counts_from_a_start() -> None:
+    owner = Owner(LONG_S)
+    owner.timer.start()
+    owner.move(0.005)
+    owner.timer.start()
+    assert await owner.expiry() >= -TIMER_RESOLUTION_S
 
 
-@runners
-def test_without_a_deadline_it_stops_until_it_is_started(runner: Runner) -> None:
-    async def scenario() -> None:
-        owner = Owner(0.002)
-        owner.timer.start()
-        owner.move(math.inf)
-        await pause(0.01)
-        owner.move(0.001)
-        await pause(0.01)
-        assert not owner.expired_s.done()
-        owner.timer.start()
-        await owner.expiry()
-        owner.expired_s = owner.loop.create_future()
-        owner.timer.start()  # after it has expired
-        await owner.expiry()
-
-    runner(scenario())
+async def test_without_a_deadline_it_stops_until_it_is_started() -> None:
+    owner = Owner(0.002)
+    owner.timer.start()
+    owner.move(math.inf)
+    await pause(0.01)
+    owner.move(0.001)
+    await pause(0.01)
+    assert not owner.expired_s.done()
+    owner.timer.start()
+    await owner.expiry()
+    owner.expired_s = owner.loop.create_future()
+    owner.timer.start()  # after it has expired
+    await owner.expiry()
 
 
-@runners
-def test_once_cancelled_it_neither_calls_nor_keeps_its_owner(runner: Runner) -> None:
-    async def scenario() -> None:
-        owner = Owner(0.001)
-        owner.timer.start()
-        timer, expired_s, gone = owner.timer, owner.expired_s, weakref.ref(owner)
-        timer.cancel()
-        timer.start()
-        gc.disable()
-        try:
-            del owner
-            assert gone() is None
-        finally:
-            gc.enable()
-        await pause(0.01)
-        assert not expired_s.done()
-
-    runner(scenario())
+async def test_once_cancelled_it_neither_calls_nor_keeps_its_owner() -> None:
+    owner = Owner(0.001)
+    owner.timer.start()
+    timer, expired_s, gone = owner.timer, owner.expired_s, weakref.ref(owner)
+    timer.cancel()
+    timer.start()
+    gc.disable()
+    try:
+        del owner
+        assert gone() is None
+    finally:
+        gc.enable()
+    await pause(0.01)
+    assert not expired_s.done()

@@ -309,13 +309,10 @@ class TestErrors:
         assert (error["type"], error["param"]) == ("invalid_request_error", param)
         assert said in error["message"]
 
-    def test_asynchronously(self, demo: Running) -> None:
-        async def embed() -> None:
+    async def test_asynchronously(self, demo: Running) -> None:
+        with pytest.raises(openai.NotFoundError, match="'nope'"):
             async with openai.AsyncOpenAI(base_url=f"{demo.url}/v1", api_key="unused", max_retries=0) as client:
                 await client.embeddings.create(model="nope", input="abc")
-
-        with pytest.raises(openai.NotFoundError, match="'nope'"):
-            asyncio.run(embed())
 
 
 class TestRequestIds:

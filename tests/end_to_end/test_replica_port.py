@@ -7,14 +7,13 @@ import contextlib
 import functools
 import shutil
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-import uvloop
 
 from benchmarks.certificates import authority, issue
 from benchmarks.node_port_agent import SECURED, Served, serving
@@ -54,9 +53,10 @@ def served(folder: Path, name: str, config: dict[str, Any]) -> contextlib.Abstra
     return serving(name, {**config, "environment": environment}, folder / "peer", [HERE, str(SERVICES)])
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    """As a gateway worker does, but not for ever."""
-    uvloop.run(asyncio.wait_for(scenario, 90))
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """A gateway worker's event loop."""
+    return "asyncio", {"use_uvloop": True}
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -79,8 +79,8 @@ def floats(tensor: RawTensor) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)
 
 
-def test_tensors_small_and_large_from_many_callers(folder: Path) -> None:
-    async def scenario(replica: Served) -> None:
+async def test_tensors_small_and_large_from_many_callers(folder: Path) -> None:
+    with served(folder, "scale", {"model": "headwater.zoo.scale:Scale"}) as replica:
         model = dispatcher(replica, folder)
 
         async def call(number: int) -> None:
@@ -95,16 +95,14 @@ def test_tensors_small_and_large_from_many_callers(folder: Path) -> None:
         assert connected.is_sharing  # the replica could open the port's memory
         model.close()
 
-    with served(folder, "scale", {"model": "headwater.zoo.scale:Scale"}) as replica:
-        run(scenario(replica))
 
-
-def test_a_replica_that_ends_is_known_at_once(folder: Path) -> None:
-    async def scenario(replica: Served, end: Callable[[], None]) -> None:
+async def test_a_replica_that_ends_is_known_at_once(folder: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        replica = stack.enter_context(served(folder, "scale", {"model": "headwater.zoo.scale:Scale"}))
         model = dispatcher(replica, folder)
         array = np.ones((1, 4), np.float32)
         await model.infer(request(replica, array))
-        await asyncio.to_thread(end)
+        await asyncio.to_thread(stack.close)
         call = asyncio.create_task(model.infer(request(replica, array)))
         (connected,) = model._pool.connected.values()
         await until(lambda: connected.is_lost)
@@ -113,13 +111,9 @@ def test_a_replica_that_ends_is_known_at_once(folder: Path) -> None:
             await call
         model.close()
 
-    with contextlib.ExitStack() as stack:
-        replica = stack.enter_context(served(folder, "scale", {"model": "headwater.zoo.scale:Scale"}))
-        run(scenario(replica, stack.close))
 
-
-def test_a_fused_pipeline(folder: Path) -> None:
-    async def scenario(replica: Served) -> None:
+async def test_a_fused_pipeline(folder: Path) -> None:
+    with served(folder, "fan", {"pipeline": PIPELINE, "batching": {"max_batch_size": 8}}) as replica:
         model = dispatcher(replica, folder)
         array = np.array([[1, 2, 3, 4], [7, 0, 0, 0]], np.float32)
         good, bad = await asyncio.gather(
@@ -133,12 +127,10 @@ def test_a_fused_pipeline(folder: Path) -> None:
         assert isinstance(omitted.error, CallableFailed)
         model.close()
 
-    with served(folder, "fan", {"pipeline": PIPELINE, "batching": {"max_batch_size": 8}}) as replica:
-        run(scenario(replica))
 
-
-def test_a_fused_pipelines_large_inputs(folder: Path) -> None:
-    async def scenario(replica: Served) -> None:
+async def test_a_fused_pipelines_large_inputs(folder: Path) -> None:
+    pipeline = {"trunk": {"model": "fanout:FirstNumber"}, "heads": {"plus": HEADS["plus"]}}
+    with served(folder, "fan", {"pipeline": pipeline, "batching": {"max_batch_size": 4}}) as replica:
         model = dispatcher(replica, folder)
 
         async def call(number: int) -> None:
@@ -155,18 +147,15 @@ def test_a_fused_pipelines_large_inputs(folder: Path) -> None:
         assert connected.client._segments._idle  # which have placed segments
         model.close()
 
-    pipeline = {"trunk": {"model": "fanout:FirstNumber"}, "heads": {"plus": HEADS["plus"]}}
-    with served(folder, "fan", {"pipeline": pipeline, "batching": {"max_batch_size": 4}}) as replica:
-        run(scenario(replica))
 
-
-def test_streams_wait_for_their_reader_and_end_with_it_or_with_the_worker(folder: Path) -> None:
+async def test_streams_wait_for_their_reader_and_end_with_it_or_with_the_worker(folder: Path) -> None:
     log = folder / "log"
 
     def count(what: str) -> int:
         return log.read_text().splitlines().count(what) if log.exists() else 0
 
-    async def scenario(replica: Served) -> None:
+    config = {"model": "fanout:AsyncPieces", "options": {"count": MANY}, "batching": {"max_batch_size": 4}}
+    with served(folder, "pieces", config) as replica:
         log.unlink(missing_ok=True)
         model = dispatcher(replica, folder)
         # By their rows the log tells the streams apart.
@@ -188,13 +177,10 @@ def test_streams_wait_for_their_reader_and_end_with_it_or_with_the_worker(folder
         with contextlib.suppress(Exception):
             await last.aclose()  # type: ignore[attr-defined]
 
-    config = {"model": "fanout:AsyncPieces", "options": {"count": MANY}, "batching": {"max_batch_size": 4}}
-    with served(folder, "pieces", config) as replica:
-        run(scenario(replica))
 
-
-def test_a_language_model_and_a_cancelled_sequence(folder: Path) -> None:
-    async def scenario(replica: Served) -> None:
+async def test_a_language_model_and_a_cancelled_sequence(folder: Path) -> None:
+    engine = {"engine": "benchmarks.stream_engine:null", "max_sequences": 1}
+    with served(folder, "lm", {"model": MODEL, "options": engine}) as replica:
         peer = PeerTls(folder / "peer")
         model = LmDispatcher(replica.route(SECURED), functools.partial(connect, tls=peer))
 
@@ -211,7 +197,3 @@ def test_a_language_model_and_a_cancelled_sequence(folder: Path) -> None:
         await read(900_000, 5_000)
         await read(3_000, 3_000)  # the engine has space for one: the first was cancelled
         model.close()
-
-    engine = {"engine": "benchmarks.stream_engine:null", "max_sequences": 1}
-    with served(folder, "lm", {"model": MODEL, "options": engine}) as replica:
-        run(scenario(replica))

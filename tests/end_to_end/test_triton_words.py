@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,36 +110,24 @@ async def call(client: TritonClient) -> dict[str, RawTensor]:
     return await client.infer(head, data)
 
 
-def run(triton: EmbeddedTriton, model: str, scenario: Callable[[TritonClient], Awaitable[None]]) -> None:
-    async def main() -> None:
-        client = TritonClient(model, f"unix:{triton.http_socket}", TOKEN)
-        try:
-            await asyncio.wait_for(scenario(client), 60)
-        finally:
-            client.close()
-
-    asyncio.run(main())
+def client_of(triton: EmbeddedTriton, model: str) -> contextlib.closing[TritonClient]:
+    return contextlib.closing(TritonClient(model, f"unix:{triton.http_socket}", TOKEN))
 
 
-def test_a_model_that_is_gone_and_a_stub_that_is_gone(triton: EmbeddedTriton) -> None:
-    async def unknown(client: TritonClient) -> None:
-        with pytest.raises(ReplicaUnreachable, match="is ending"):
-            await call(client)
-
-    async def killed(client: TritonClient) -> None:
+async def test_a_model_that_is_gone_and_a_stub_that_is_gone(triton: EmbeddedTriton) -> None:
+    with client_of(triton, "other") as client, pytest.raises(ReplicaUnreachable, match="is ending"):
+        await call(client)
+    with client_of(triton, "m") as client:
         assert bytes((await call(client))["y"].data) == b"\1"
         os.kill(process(triton.directory, "backend_stub"), signal.SIGKILL)
         with pytest.raises(ReplicaLost, match="ended while it had"):
             await call(client)
 
-    run(triton, "other", unknown)
-    run(triton, "m", killed)
 
-
-def test_a_server_that_is_stopping_refuses_no_call_in_words_that_we_do_not_know(
+async def test_a_server_that_is_stopping_refuses_no_call_in_words_that_we_do_not_know(
     triton: EmbeddedTriton, held: Held
 ) -> None:
-    async def scenario(client: TritonClient) -> None:
+    with client_of(triton, "m") as client:
         held.may_answer.clear()
         first = asyncio.create_task(call(client))
         assert await asyncio.to_thread(held.has_call.wait, 30)
@@ -155,8 +143,6 @@ def test_a_server_that_is_stopping_refuses_no_call_in_words_that_we_do_not_know(
         assert not isinstance(error, CallableFailed), error.message
         held.may_answer.set()
         await asyncio.gather(first, return_exceptions=True)
-
-    run(triton, "m", scenario)
 
 
 def test_an_instance_that_does_not_start_is_tried_once(folder: Path) -> None:

@@ -43,24 +43,21 @@ async def wait_until_counted(vllm_server: Running, sequences: int) -> None:
     await asyncio.to_thread(wait_for, are_counted, 10, f"{sequences} sequences to be counted")
 
 
-def test_more_requests_than_fit_are_refused_with_429(vllm_server: Running) -> None:
+async def test_more_requests_than_fit_are_refused_with_429(vllm_server: Running) -> None:
     def ask(body: dict[str, Any]) -> Awaitable[httpx.Response]:
         return asyncio.to_thread(vllm_server.client.post, f"{vllm_server.url}/v1/completions", json=body)
 
-    async def scenario() -> None:
-        held = [open_stream(vllm_server, "/v1/completions", LONG) for _ in range(AT_ONCE)]
-        streams = await asyncio.gather(*(one.__aenter__() for one in held))
-        assert [stream.status for stream in streams] == [200] * AT_ONCE
-        while (refused := await ask({**LONG, "stream": False, "timeout_s": 1})).status_code == 504:
-            pass  # those before it are not there yet
-        assert refused.status_code == 429
-        assert int(refused.headers["retry-after"]) >= 1
-        assert "queue is full" in refused.json()["error"]["message"]
-        await wait_until_counted(vllm_server, AT_ONCE)
-        for one in held:
-            await one.__aexit__(None, None, None)
-
-    run(scenario())
+    held = [open_stream(vllm_server, "/v1/completions", LONG) for _ in range(AT_ONCE)]
+    streams = await asyncio.gather(*(one.__aenter__() for one in held))
+    assert [stream.status for stream in streams] == [200] * AT_ONCE
+    while (refused := await ask({**LONG, "stream": False, "timeout_s": 1})).status_code == 504:
+        pass  # those before it are not there yet
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert "queue is full" in refused.json()["error"]["message"]
+    await wait_until_counted(vllm_server, AT_ONCE)
+    for one in held:
+        await one.__aexit__(None, None, None)
 
 
 def test_a_client_that_goes_away_frees_its_sequence(vllm_server: Running) -> None:
@@ -87,37 +84,31 @@ def test_a_deadline_ends_the_request(vllm_server: Running, streams: bool) -> Non
     wait_for(lambda: is_idle(vllm_server, "tiny"), 10, "its sequence to be freed")
 
 
-def test_a_request_is_cancelled_by_its_id(vllm_server: Running) -> None:
-    async def scenario() -> None:
-        async with open_stream(vllm_server, "/v1/completions", LONG, request_id="mine") as stream:
-            await stream.read(2)
-            path = f"{vllm_server.url}/v2/requests/mine/cancel"
-            answer = await asyncio.to_thread(vllm_server.client.post, path)
-            assert answer.json() == {"request_id": "mine", "cancelled": 1}
-            await stream.rest()
-            assert stream.error is not None
-            assert stream.error["code"] == "cancelled"
-
-    run(scenario())
+async def test_a_request_is_cancelled_by_its_id(vllm_server: Running) -> None:
+    async with open_stream(vllm_server, "/v1/completions", LONG, request_id="mine") as stream:
+        await stream.read(2)
+        path = f"{vllm_server.url}/v2/requests/mine/cancel"
+        answer = await asyncio.to_thread(vllm_server.client.post, path)
+        assert answer.json() == {"request_id": "mine", "cancelled": 1}
+        await stream.rest()
+        assert stream.error is not None
+        assert stream.error["code"] == "cancelled"
 
 
-def test_a_client_that_reads_nothing_is_cut_off_and_costs_its_neighbours_nothing(vllm_server: Running) -> None:
-    async def scenario() -> None:
-        # Many log probabilities fill the buffers on the way.
-        more = {"logprobs": 20, "n": 4, "temperature": 1}
-        async with open_stream(vllm_server, "/v1/completions", {**LONG, **more}) as unread:
-            unread.pause()
-            told = {"include_usage": True}
-            neighbour = await whole(vllm_server, {**LONG, "max_tokens": 200, "stream_options": told})
-            assert neighbour.error is None
-            assert neighbour.is_done
-            assert neighbour.usage is not None
-            assert neighbour.usage["completion_tokens"] == 200
-            await asyncio.to_thread(
-                wait_for, lambda: "cut off" in vllm_server.log.read_text(), 60, "the client to be cut off"
-            )
-
-    run(scenario())
+async def test_a_client_that_reads_nothing_is_cut_off_and_costs_its_neighbours_nothing(vllm_server: Running) -> None:
+    # Many log probabilities fill the buffers on the way.
+    more = {"logprobs": 20, "n": 4, "temperature": 1}
+    async with open_stream(vllm_server, "/v1/completions", {**LONG, **more}) as unread:
+        unread.pause()
+        told = {"include_usage": True}
+        neighbour = await whole(vllm_server, {**LONG, "max_tokens": 200, "stream_options": told})
+        assert neighbour.error is None
+        assert neighbour.is_done
+        assert neighbour.usage is not None
+        assert neighbour.usage["completion_tokens"] == 200
+        await asyncio.to_thread(
+            wait_for, lambda: "cut off" in vllm_server.log.read_text(), 60, "the client to be cut off"
+        )
 
 
 def test_tokens_are_counted(vllm_server: Running) -> None:

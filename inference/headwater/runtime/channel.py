@@ -170,7 +170,7 @@ class StreamChannels:
         stream = StreamControl(name)
         if not name:
             return frames(stream)
-        self._streams[name] = stream
+        self._streams.setdefault(name, stream)
         if channel is None:
             return self._direct(stream, frames(stream))
         task = asyncio.get_running_loop().create_task(self._relay(self._channel(channel), stream, frames(stream)))
@@ -186,11 +186,11 @@ class StreamChannels:
                     yield frame
                     del frame  # free the memory: the next frame may take long
         finally:
-            del self._streams[stream.name]
+            _remove(self._streams, stream)
 
     async def _relay(self, channel: _Channel, stream: StreamControl, frames: AsyncGenerator[Array, None]) -> None:
         """Send a stream's frames over a channel as they are made."""
-        channel.streams[stream.name] = stream
+        channel.streams.setdefault(stream.name, stream)
         if channel.is_closed:
             stream.cancel()
         try:
@@ -206,8 +206,8 @@ class StreamChannels:
                             break
         finally:
             channel.add(stream.name, None)
-            del channel.streams[stream.name]
-            del self._streams[stream.name]
+            _remove(channel.streams, stream)
+            _remove(self._streams, stream)
 
     def _channel(self, note: ChannelNote) -> _Channel:
         """The channel with this number, made if necessary; a closed one if the worker already has a later channel."""
@@ -226,3 +226,9 @@ class StreamChannels:
         new.watch(note.pid)
         self._channels[note.pid] = new
         return new
+
+
+def _remove(streams: dict[str, StreamControl], stream: StreamControl) -> None:
+    """Remove a stream that has ended, unless its name was taken: then an earlier stream has it."""
+    if streams.get(stream.name) is stream:
+        del streams[stream.name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -30,7 +30,7 @@ from headwater_server.config.sections import NodePlacement
 from headwater_server.control.routing import ReplicaRoute
 from headwater_server.security.peer_tls import PeerTls
 
-__all__ = ["READY", "Agent", "Ray", "clustered", "run", "until"]
+__all__ = ["READY", "Agent", "Ray", "clustered", "until"]
 
 SIGNATURE = Signature("", (TensorSpec("x", "FP32", (2,)),), (TensorSpec("y", "FP32", (1,)),), max_batch_size=8)
 READY: dict[str, Any] = {"is_ready": True, "signature": msgspec.to_builtins(SIGNATURE), "facts": {"device": "cpu"}}
@@ -244,18 +244,3 @@ async def until(holds: Callable[[], bool]) -> None:
     """Wait for a condition."""
     while not holds():  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0.001)
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    """Run a scenario, but not for ever; nothing of it goes on."""
-
-    async def main() -> None:
-        try:
-            await asyncio.wait_for(scenario(), 30)
-        finally:
-            rest = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in rest:
-                task.cancel()
-            await asyncio.gather(*rest, return_exceptions=True)
-
-    asyncio.run(main())

@@ -32,7 +32,7 @@ from headwater_server.config.schema import Deployment
 from headwater_server.process.proc import group_members
 from headwater_server.process.sweep import Journal
 from headwater_server.transport.address import host_and_port
-from tests.app.cluster.stand_in import run, until
+from tests.app.cluster.stand_in import until
 
 TOKEN, ORDER_TOKEN = "secret", "other"
 HOST = """
@@ -215,216 +215,180 @@ async def agent(mode: str = "", linger_s: float = 60) -> AsyncIterator[Bench]:
             await bench.close()
 
 
-def test_what_it_says_from_hello_to_ready() -> None:
-    async def scenario() -> None:
-        async with agent() as bench:
-            one, gateway = await bench.listen(1), await bench.listen(0)
-            state = await one.heard(lambda state: state.is_ready)
-            assert state.route.http_address == bench.address
-            assert (state.route.id, state.route.token, state.route.device) == ("m-1.1", TOKEN, "cpu")
-            assert state.deployment == digest(bench.deployment)
-            assert (state.name, state.stage, state.facts) == ("m", "loading", {"device": "cpu"})
-            assert (state.is_ending, state.has_exited, state.is_stale) == (False, False, False)
-            assert await gateway.heard(lambda state: state.is_ready) == state
-            for listener in (one, gateway):
-                assert (await listener.beat()).resident_bytes > 0
-            late = await bench.listen(1)
-            assert await late.next() == state  # without a change
-
-    run(scenario)
+async def test_what_it_says_from_hello_to_ready() -> None:
+    async with agent() as bench:
+        one, gateway = await bench.listen(1), await bench.listen(0)
+        state = await one.heard(lambda state: state.is_ready)
+        assert state.route.http_address == bench.address
+        assert (state.route.id, state.route.token, state.route.device) == ("m-1.1", TOKEN, "cpu")
+        assert state.deployment == digest(bench.deployment)
+        assert (state.name, state.stage, state.facts) == ("m", "loading", {"device": "cpu"})
+        assert (state.is_ending, state.has_exited, state.is_stale) == (False, False, False)
+        assert await gateway.heard(lambda state: state.is_ready) == state
+        for listener in (one, gateway):
+            assert (await listener.beat()).resident_bytes > 0
+        late = await bench.listen(1)
+        assert await late.next() == state  # without a change
 
 
-def test_the_greatest_epoch_is_obeyed() -> None:
-    async def scenario() -> None:
-        async with agent() as bench:
-            first = await bench.listen(4)
-            await first.heard(lambda state: state.is_ready)
-            earlier = await bench.listen(3)
-            assert (await earlier.heard(lambda state: True)).is_stale
-            assert await earlier.next() is None
-            gateway, second = await bench.listen(0), await bench.listen(5)
-            await second.heard(lambda state: state.is_ready)
-            await first.heard(lambda state: state.is_stale)
-            first.send(Order("kill"))
-            await first.end()
-            state = await (await bench.listen(5)).heard(lambda state: True)
-            assert state.is_ready
-            assert not state.is_ending
-            second.send(Order("stop"))
-            state = await second.heard(lambda state: state.has_exited)
-            assert (state.is_ending, state.is_let_go) == (True, False)
-            # A gateway is told, but not that supervisors have changed.
-            assert not (await gateway.heard(lambda state: state.has_exited or state.is_stale)).is_stale
-
-    run(scenario)
+async def test_the_greatest_epoch_is_obeyed() -> None:
+    async with agent() as bench:
+        first = await bench.listen(4)
+        await first.heard(lambda state: state.is_ready)
+        earlier = await bench.listen(3)
+        assert (await earlier.heard(lambda state: True)).is_stale
+        assert await earlier.next() is None
+        gateway, second = await bench.listen(0), await bench.listen(5)
+        await second.heard(lambda state: state.is_ready)
+        await first.heard(lambda state: state.is_stale)
+        first.send(Order("kill"))
+        await first.end()
+        state = await (await bench.listen(5)).heard(lambda state: True)
+        assert state.is_ready
+        assert not state.is_ending
+        second.send(Order("stop"))
+        state = await second.heard(lambda state: state.has_exited)
+        assert (state.is_ending, state.is_let_go) == (True, False)
+        # A gateway is told, but not that supervisors have changed.
+        assert not (await gateway.heard(lambda state: state.has_exited or state.is_stale)).is_stale
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("message", [Order("kill"), Adapters({"a": "a"}), Ask(1, "/v1/load_lora_adapter", "{}", 1)])
-def test_a_gateway_can_order_nothing(message: Any) -> None:
-    async def scenario() -> None:
-        async with agent() as bench:
-            gateway = await bench.listen(0)
-            await gateway.heard(lambda state: state.is_ready)
-            gateway.send(message)
-            await gateway.end()
-            state = await (await bench.listen(0)).heard(lambda state: True)
-            assert (state.is_ending, state.adapters) == (False, {})
-            await until(lambda: bench.group() > 0)
-            assert len(group_members({bench.group()})) == 2
-
-    run(scenario)
+async def test_a_gateway_can_order_nothing(message: Any) -> None:
+    async with agent() as bench:
+        gateway = await bench.listen(0)
+        await gateway.heard(lambda state: state.is_ready)
+        gateway.send(message)
+        await gateway.end()
+        state = await (await bench.listen(0)).heard(lambda state: True)
+        assert (state.is_ending, state.adapters) == (False, {})
+        await until(lambda: bench.group() > 0)
+        assert len(group_members({bench.group()})) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("token", ["", TOKEN, "oth\xe9r"])
-def test_who_has_the_replicas_token_only_is_no_supervisor(token: str) -> None:
-    async def scenario() -> None:
-        async with agent() as bench:
-            one = await bench.listen(4)
-            await one.heard(lambda state: state.is_ready)
-            reader, writer = await bench.connect()
-            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
-            other = Listener(reader, writer)
-            for message in (AgentHello(5, token), Order("kill")):
-                other.send(message)
-            assert await other.next() is None
-            one.send(Adapters({"a": "a"}))  # it is still obeyed
-            state = await one.heard(lambda state: bool(state.adapters) or state.is_stale or state.is_ending)
-            assert (state.adapters, state.is_stale, state.is_ending) == ({"a": "a"}, False, False)
-
-    run(scenario)
+async def test_who_has_the_replicas_token_only_is_no_supervisor(token: str) -> None:
+    async with agent() as bench:
+        one = await bench.listen(4)
+        await one.heard(lambda state: state.is_ready)
+        reader, writer = await bench.connect()
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
+        other = Listener(reader, writer)
+        for message in (AgentHello(5, token), Order("kill")):
+            other.send(message)
+        assert await other.next() is None
+        one.send(Adapters({"a": "a"}))  # it is still obeyed
+        state = await one.heard(lambda state: bool(state.adapters) or state.is_stale or state.is_ending)
+        assert (state.adapters, state.is_stale, state.is_ending) == ({"a": "a"}, False, False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["stop", "kill"])
-def test_an_order_ends_the_replica_and_the_port_lingers(what: str) -> None:
-    async def scenario() -> None:
-        async with agent() as bench:
-            one, group = await bench.serving()
-            one.send(Order(what))
-            state = await one.heard(lambda state: state.has_exited)
-            assert (state.is_ending, state.leftovers, group_members({group})) == (True, [], [])
-            assert await (await bench.listen(1)).heard(lambda state: True) == state
-            assert bench.process.poll() is None
-            bench.let_go()
-            assert await bench.status() == 0
-
-    run(scenario)
+async def test_an_order_ends_the_replica_and_the_port_lingers(what: str) -> None:
+    async with agent() as bench:
+        one, group = await bench.serving()
+        one.send(Order(what))
+        state = await one.heard(lambda state: state.has_exited)
+        assert (state.is_ending, state.leftovers, group_members({group})) == (True, [], [])
+        assert await (await bench.listen(1)).heard(lambda state: True) == state
+        assert bench.process.poll() is None
+        bench.let_go()
+        assert await bench.status() == 0
 
 
 @pytest.mark.slow
-def test_a_replica_that_does_not_start_says_why_for_a_while() -> None:
-    async def scenario() -> None:
-        async with agent("fails", linger_s=1) as bench:
-            one = await bench.listen(1)
-            state = await one.heard(lambda state: state.has_exited)
-            assert (state.reason, state.cause) == ("model m:M: no weights at /srv/m.py:3", "no weights")
-            assert (state.account, state.is_permanent, state.is_ready) == (state.reason, True, False)
-            assert await bench.status() == 0  # by itself
-            await one.end()
-
-    run(scenario)
+async def test_a_replica_that_does_not_start_says_why_for_a_while() -> None:
+    async with agent("fails", linger_s=1) as bench:
+        one = await bench.listen(1)
+        state = await one.heard(lambda state: state.has_exited)
+        assert (state.reason, state.cause) == ("model m:M: no weights at /srv/m.py:3", "no weights")
+        assert (state.account, state.is_permanent, state.is_ready) == (state.reason, True, False)
+        assert await bench.status() == 0  # by itself
+        await one.end()
 
 
-def test_with_its_standard_input_all_of_it_ends_the_port_last() -> None:
-    async def scenario() -> None:
-        async with agent() as bench:
-            one, group = await bench.serving()
-            bench.let_go()
-            state = await one.heard(lambda state: state.is_ending)
-            assert state.is_let_go
-            await one.heard(lambda state: state.has_exited)  # the port is still there
-            assert group_members({group}) == []
-            await one.end()
-            assert await bench.status() == 0
-            with pytest.raises(ConnectionRefusedError):
-                await bench.listen(1)
-
-    run(scenario)
+async def test_with_its_standard_input_all_of_it_ends_the_port_last() -> None:
+    async with agent() as bench:
+        one, group = await bench.serving()
+        bench.let_go()
+        state = await one.heard(lambda state: state.is_ending)
+        assert state.is_let_go
+        await one.heard(lambda state: state.has_exited)  # the port is still there
+        assert group_members({group}) == []
+        await one.end()
+        assert await bench.status() == 0
+        with pytest.raises(ConnectionRefusedError):
+            await bench.listen(1)
 
 
 @pytest.mark.slow
-def test_with_its_standard_input_a_guardian_ends_that_is_stopped() -> None:
-    async def scenario() -> None:
-        async with agent() as bench:
-            one = await bench.listen(1)
-            await one.heard(lambda state: state.is_ready)
-            group = bench.group()
-            (guardian,) = psutil.Process(bench.process.pid).children()
-            guardian.suspend()
-            await until(lambda: guardian.status() == psutil.STATUS_STOPPED)
-            bench.let_go()
-            assert await bench.status() == 0
-            assert group_members({group}) == []
-
-    run(scenario)
+async def test_with_its_standard_input_a_guardian_ends_that_is_stopped() -> None:
+    async with agent() as bench:
+        one = await bench.listen(1)
+        await one.heard(lambda state: state.is_ready)
+        group = bench.group()
+        (guardian,) = psutil.Process(bench.process.pid).children()
+        guardian.suspend()
+        await until(lambda: guardian.status() == psutil.STATUS_STOPPED)
+        bench.let_go()
+        assert await bench.status() == 0
+        assert group_members({group}) == []
 
 
 @pytest.mark.slow
-def test_what_is_asked_of_vllm_is_answered_and_adapters_are_kept() -> None:
-    async def scenario() -> None:
-        async with agent("vllm") as bench:
-            one, gateway = await bench.listen(1), await bench.listen(0)
-            await one.heard(lambda state: state.is_ready)
-            for number, name in enumerate(("a", "b")):
-                body = json.dumps({"lora_name": name, "lora_path": f"/{name}"})
-                one.send(Ask(number, "/v1/load_lora_adapter", body, 10))
-                assert await one.said() == Said(number, 200, f"/v1/load_lora_adapter {name}")
-            one.send(Ask(3, "/v1/load_lora_adapter", json.dumps({"lora_name": "bad", "lora_path": "/bad"}), 10))
-            assert await one.said() == Said(3, 400, "/v1/load_lora_adapter bad")
-            state = await (await bench.listen(1)).heard(lambda state: True)
-            assert state.adapters == {}  # the supervisor tells what they are called
-            one.send(Adapters({"a": "a", "b": "b"}))
-            await gateway.heard(lambda state: state.adapters == {"a": "a", "b": "b"})
-            # The next supervisor learns what there is.
-            assert (await (await bench.listen(2)).heard(lambda state: True)).adapters == {"a": "a", "b": "b"}
-
-    run(scenario)
+async def test_what_is_asked_of_vllm_is_answered_and_adapters_are_kept() -> None:
+    async with agent("vllm") as bench:
+        one, gateway = await bench.listen(1), await bench.listen(0)
+        await one.heard(lambda state: state.is_ready)
+        for number, name in enumerate(("a", "b")):
+            body = json.dumps({"lora_name": name, "lora_path": f"/{name}"})
+            one.send(Ask(number, "/v1/load_lora_adapter", body, 10))
+            assert await one.said() == Said(number, 200, f"/v1/load_lora_adapter {name}")
+        one.send(Ask(3, "/v1/load_lora_adapter", json.dumps({"lora_name": "bad", "lora_path": "/bad"}), 10))
+        assert await one.said() == Said(3, 400, "/v1/load_lora_adapter bad")
+        state = await (await bench.listen(1)).heard(lambda state: True)
+        assert state.adapters == {}  # the supervisor tells what they are called
+        one.send(Adapters({"a": "a", "b": "b"}))
+        await gateway.heard(lambda state: state.adapters == {"a": "a", "b": "b"})
+        # The next supervisor learns what there is.
+        assert (await (await bench.listen(2)).heard(lambda state: True)).adapters == {"a": "a", "b": "b"}
 
 
-def test_a_vllm_that_does_not_answer_is_told() -> None:
-    async def scenario() -> None:
-        async with agent() as bench:
-            one = await bench.listen(1)
-            await one.heard(lambda state: state.is_ready)
-            one.send(Ask(1, "/v1/load_lora_adapter", json.dumps({"lora_name": "a", "lora_path": "/a"}), 1))
-            said = await one.said()
-            assert (said.number, said.status, "No such file" in said.text) == (1, 0, True)
-            assert (await (await bench.listen(1)).heard(lambda state: True)).adapters == {}
-
-    run(scenario)
+async def test_a_vllm_that_does_not_answer_is_told() -> None:
+    async with agent() as bench:
+        one = await bench.listen(1)
+        await one.heard(lambda state: state.is_ready)
+        one.send(Ask(1, "/v1/load_lora_adapter", json.dumps({"lora_name": "a", "lora_path": "/a"}), 1))
+        said = await one.said()
+        assert (said.number, said.status, "No such file" in said.text) == (1, 0, True)
+        assert (await (await bench.listen(1)).heard(lambda state: True)).adapters == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [b"nonsense\n", encode(Order("kill")), b"x" * 200_000, b"x" * 2_000_000])
-def test_who_does_not_say_hello_is_cut(first: bytes) -> None:
-    async def scenario() -> None:
-        async with agent() as bench:
-            for token, status in (("secre", b"401"), (TOKEN, b"101")):
-                reader, writer = await bench.connect(token)
-                writer.write(first)
-                with contextlib.suppress(ConnectionResetError):
-                    found = await reader.read()
-                    assert found.startswith(b"HTTP/1.1 " + status)
-                    assert b'"state"' not in found
-            state = await (await bench.listen(1)).heard(lambda state: state.is_ready)
-            assert not state.is_ending
-
-    run(scenario)
+async def test_who_does_not_say_hello_is_cut(first: bytes) -> None:
+    async with agent() as bench:
+        for token, status in (("secre", b"401"), (TOKEN, b"101")):
+            reader, writer = await bench.connect(token)
+            writer.write(first)
+            with contextlib.suppress(ConnectionResetError):
+                found = await reader.read()
+                assert found.startswith(b"HTTP/1.1 " + status)
+                assert b'"state"' not in found
+        state = await (await bench.listen(1)).heard(lambda state: state.is_ready)
+        assert not state.is_ending
 
 
 @pytest.mark.slow
-def test_listeners_that_have_gone_are_forgotten() -> None:
-    async def scenario() -> None:
-        async with agent() as bench:
-            for epoch in (0, 1):
-                one = await bench.listen(epoch)
-                await one.heard(lambda state: state.is_ready)
-                one.close()  # the agent must not write to it any more
-            rest = await bench.listen(1)
-            for _ in range(3):
-                await rest.beat()
-            assert bench.process.poll() is None
-
-    run(scenario)
+async def test_listeners_that_have_gone_are_forgotten() -> None:
+    async with agent() as bench:
+        for epoch in (0, 1):
+            one = await bench.listen(epoch)
+            await one.heard(lambda state: state.is_ready)
+            one.close()  # the agent must not write to it any more
+        rest = await bench.listen(1)
+        for _ in range(3):
+            await rest.beat()
+        assert bench.process.poll() is None

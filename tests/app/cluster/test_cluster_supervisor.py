@@ -37,7 +37,7 @@ from headwater_server.control.link import SupervisorLink
 from headwater_server.control.messages import Command, Drain, Drained, Hello
 from headwater_server.control.routing import DeploymentRoute, RoutingTable, State
 from headwater_server.transport.address import host_and_port
-from tests.app.cluster.stand_in import READY, Agent, Ray, clustered, run, until
+from tests.app.cluster.stand_in import READY, Agent, Ray, clustered, until
 
 
 class Ended(BaseException):
@@ -172,24 +172,21 @@ async def supervised(ray: Ray, served: Config, epoch: int = 3) -> AsyncIterator[
         await bench.end()
 
 
-def test_it_starts_what_is_configured_and_tells_where_it_is() -> None:
-    async def scenario() -> None:
-        served = config(a={"replicas": 2, "device": {"gpus": 1, "labels": {"kind": "x"}}}, b={})
-        async with clustered() as ray, supervised(ray, served) as (bench, gateway):
-            await until(lambda: len(gateway.ids()) == 2 and len(gateway.ids("b")) == 1)
-            assert sorted(gateway.ids() + gateway.ids("b")) == sorted(spec.id for spec, _ in ray.started)
-            assert all(spec.id.startswith(f"{spec.name}-3.") for spec, _ in ray.started)
-            assert {spec.name: placement for spec, placement in ray.started} == {
-                "a": NodePlacement(gpus=1, labels={"kind": "x"}), "b": NodePlacement(),
-            }  # fmt: skip
-            assert {spec.user_paths for spec, _ in ray.started} == {("/srv/models",)}
-            assert len({spec.token for spec, _ in ray.started}) == 3
-            where = await bench.announced()
-            assert (where.epoch, where.serves, where.tls) == (3, what_is_served(served), None)
-            assert where.server == served.server.model_dump(mode="json")
-            assert (gateway.table.epoch, gateway.route().state) == (3, State.READY)
-
-    run(scenario)
+async def test_it_starts_what_is_configured_and_tells_where_it_is() -> None:
+    served = config(a={"replicas": 2, "device": {"gpus": 1, "labels": {"kind": "x"}}}, b={})
+    async with clustered() as ray, supervised(ray, served) as (bench, gateway):
+        await until(lambda: len(gateway.ids()) == 2 and len(gateway.ids("b")) == 1)
+        assert sorted(gateway.ids() + gateway.ids("b")) == sorted(spec.id for spec, _ in ray.started)
+        assert all(spec.id.startswith(f"{spec.name}-3.") for spec, _ in ray.started)
+        assert {spec.name: placement for spec, placement in ray.started} == {
+            "a": NodePlacement(gpus=1, labels={"kind": "x"}), "b": NodePlacement(),
+        }  # fmt: skip
+        assert {spec.user_paths for spec, _ in ray.started} == {("/srv/models",)}
+        assert len({spec.token for spec, _ in ray.started}) == 3
+        where = await bench.announced()
+        assert (where.epoch, where.serves, where.tls) == (3, what_is_served(served), None)
+        assert where.server == served.server.model_dump(mode="json")
+        assert (gateway.table.epoch, gateway.route().state) == (3, State.READY)
 
 
 # Nodes
@@ -205,123 +202,102 @@ def chosen(ray: Ray, name: str = "a") -> list[str]:
     return [node for (spec, _), node in zip(ray.started, ray.chosen, strict=True) if spec.name == name]
 
 
-def test_replicas_of_a_deployment_are_on_different_nodes_also_after_losses_and_reloads() -> None:
-    async def scenario() -> None:
-        async with clustered() as ray:
-            ray.machines = [machine(id) for id in ("n1", "n2", "n3")]
-            served = config(a={"replicas": 3}, b={"replicas": 2})
-            async with supervised(ray, served) as (_, gateway):
-                await until(lambda: len(gateway.ids()) == 3 and len(gateway.ids("b")) == 2)
-                assert (sorted(chosen(ray)), len(set(chosen(ray, "b")))) == (["n1", "n2", "n3"], 2)
-                lost = next(agent for agent in ray.actors.values() if agent.state.node == chosen(ray)[1])
-                before = len(chosen(ray, lost.state.name))
-                await lost.end()
-                await until(lambda: len(chosen(ray, lost.state.name)) > before)
-                assert chosen(ray, lost.state.name)[-1] == lost.state.node
-                await until(lambda: len(gateway.ids()) == 3)
-                await gateway.tell("reload", "a")
-                assert sorted(chosen(ray)[-3:]) == ["n1", "n2", "n3"]
-
-    run(scenario)
+async def test_replicas_of_a_deployment_are_on_different_nodes_also_after_losses_and_reloads() -> None:
+    async with clustered() as ray:
+        ray.machines = [machine(id) for id in ("n1", "n2", "n3")]
+        served = config(a={"replicas": 3}, b={"replicas": 2})
+        async with supervised(ray, served) as (_, gateway):
+            await until(lambda: len(gateway.ids()) == 3 and len(gateway.ids("b")) == 2)
+            assert (sorted(chosen(ray)), len(set(chosen(ray, "b")))) == (["n1", "n2", "n3"], 2)
+            lost = next(agent for agent in ray.actors.values() if agent.state.node == chosen(ray)[1])
+            before = len(chosen(ray, lost.state.name))
+            await lost.end()
+            await until(lambda: len(chosen(ray, lost.state.name)) > before)
+            assert chosen(ray, lost.state.name)[-1] == lost.state.node
+            await until(lambda: len(gateway.ids()) == 3)
+            await gateway.tell("reload", "a")
+            assert sorted(chosen(ray)[-3:]) == ["n1", "n2", "n3"]
 
 
 @pytest.mark.slow
-def test_those_that_a_reload_replaces_keep_nobody_from_their_nodes() -> None:
-    async def scenario() -> None:
-        served = config(a={"replicas": 2})
-        async with clustered() as ray:
-            for number in (1, 2):
-                await ray.add(f"a-1.{number}", served.deployments["a"], node="n1")
-            ray.machines = [machine("n1"), machine("n2")]
-            async with supervised(ray, served) as (_, gateway):
-                await gateway.tell("reload", "a")
-                assert sorted(chosen(ray)) == ["n1", "n2"]
-                await gateway.tell("scale", "a", min=3, max=3)
-                await gateway.tell("scale", "a", min=4, max=4)
-                assert sorted(chosen(ray)) == ["n1", "n1", "n2", "n2"]
-
-    run(scenario)
+async def test_those_that_a_reload_replaces_keep_nobody_from_their_nodes() -> None:
+    served = config(a={"replicas": 2})
+    async with clustered() as ray:
+        for number in (1, 2):
+            await ray.add(f"a-1.{number}", served.deployments["a"], node="n1")
+        ray.machines = [machine("n1"), machine("n2")]
+        async with supervised(ray, served) as (_, gateway):
+            await gateway.tell("reload", "a")
+            assert sorted(chosen(ray)) == ["n1", "n2"]
+            await gateway.tell("scale", "a", min=3, max=3)
+            await gateway.tell("scale", "a", min=4, max=4)
+            assert sorted(chosen(ray)) == ["n1", "n1", "n2", "n2"]
 
 
-def test_ray_chooses_where_no_node_has_capacity() -> None:
-    async def scenario() -> None:
-        async with clustered() as ray:
-            ray.machines = [machine("n1", 1), machine("n2", 1)]
-            async with supervised(ray, config(a={"replicas": 3})) as (_, gateway):
-                await until(lambda: len(gateway.ids()) == 3)
-                assert sorted(chosen(ray)) == ["", "n1", "n2"]
-
-    run(scenario)
+async def test_ray_chooses_where_no_node_has_capacity() -> None:
+    async with clustered() as ray:
+        ray.machines = [machine("n1", 1), machine("n2", 1)]
+        async with supervised(ray, config(a={"replicas": 3})) as (_, gateway):
+            await until(lambda: len(gateway.ids()) == 3)
+            assert sorted(chosen(ray)) == ["", "n1", "n2"]
 
 
-def test_what_starts_at_once_shares_what_others_have_left() -> None:
-    async def scenario() -> None:
-        async with clustered() as ray:
-            ray.said_at_start = None
-            ray.machines = [machine("n1")._replace(free={"CPU": 2})]
-            async with supervised(ray, config(a={"replicas": 3})):
-                await until(lambda: len(ray.started) == 3)
-                assert sorted(chosen(ray)) == ["", "n1", "n1"]
-
-    run(scenario)
+async def test_what_starts_at_once_shares_what_others_have_left() -> None:
+    async with clustered() as ray:
+        ray.said_at_start = None
+        ray.machines = [machine("n1")._replace(free={"CPU": 2})]
+        async with supervised(ray, config(a={"replicas": 3})):
+            await until(lambda: len(ray.started) == 3)
+            assert sorted(chosen(ray)) == ["", "n1", "n1"]
 
 
-def test_no_replica_is_placed_on_a_node_that_is_gone_before_ray_knows() -> None:
-    async def scenario() -> None:
-        async with clustered() as ray:
-            ray.machines = [machine("n1"), machine("n2")]
-            async with supervised(ray, config(a={"replicas": 2})) as (_, gateway):
-                await until(lambda: len(gateway.ids()) == 2)
-                ray.gone = {"n1"}
-                await next(agent for agent in ray.actors.values() if agent.state.node == "n1").end()
-                await until(lambda: len(ray.started) == 3 and len(gateway.ids()) == 2)
-                assert chosen(ray)[-1] == "n2"
-                ray.gone = set()
-                await gateway.tell("scale", "a", min=3, max=3)
-                assert chosen(ray)[-1] == "n1"
-
-    run(scenario)
+async def test_no_replica_is_placed_on_a_node_that_is_gone_before_ray_knows() -> None:
+    async with clustered() as ray:
+        ray.machines = [machine("n1"), machine("n2")]
+        async with supervised(ray, config(a={"replicas": 2})) as (_, gateway):
+            await until(lambda: len(gateway.ids()) == 2)
+            ray.gone = {"n1"}
+            await next(agent for agent in ray.actors.values() if agent.state.node == "n1").end()
+            await until(lambda: len(ray.started) == 3 and len(gateway.ids()) == 2)
+            assert chosen(ray)[-1] == "n2"
+            ray.gone = set()
+            await gateway.tell("scale", "a", min=3, max=3)
+            assert chosen(ray)[-1] == "n1"
 
 
-def test_no_replica_is_placed_on_a_node_that_has_just_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_replica_is_placed_on_a_node_that_has_just_hung(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_replica, "OUT_OF_REACH_S", 0.1)
 
-    async def scenario() -> None:
-        async with clustered() as ray:
-            ray.machines = [machine("n1"), machine("n2")]
-            async with supervised(ray, config(a={"replicas": 2})) as (bench, gateway):
-                await until(lambda: len(gateway.ids()) == 2)
-                hung = next(agent for agent in ray.actors.values() if agent.state.node == "n1")
-                hung.leave()
-                await until(lambda: len(ray.started) == 3)
-                assert chosen(ray)[-1] == "n2"
-                await until(lambda: len(gateway.ids()) == 2)
-                bench.supervisor._children._hung["n1"] -= HUNG_S
-                await gateway.tell("scale", "a", min=3, max=3)
-                assert chosen(ray)[-1] == "n1"
-
-    run(scenario)
+    async with clustered() as ray:
+        ray.machines = [machine("n1"), machine("n2")]
+        async with supervised(ray, config(a={"replicas": 2})) as (bench, gateway):
+            await until(lambda: len(gateway.ids()) == 2)
+            hung = next(agent for agent in ray.actors.values() if agent.state.node == "n1")
+            hung.leave()
+            await until(lambda: len(ray.started) == 3)
+            assert chosen(ray)[-1] == "n2"
+            await until(lambda: len(gateway.ids()) == 2)
+            bench.supervisor._children._hung["n1"] -= HUNG_S
+            await gateway.tell("scale", "a", min=3, max=3)
+            assert chosen(ray)[-1] == "n1"
 
 
 # Taking over
 
 
-def test_replicas_that_fit_are_taken_over_and_what_lacks_is_started() -> None:
-    async def scenario() -> None:
-        served = config(a={"replicas": 2}, b={"replicas": {"min": 1, "max": 3}})
-        async with clustered() as ray:
-            kept = [await ray.add("a-1.1", served.deployments["a"])]
-            kept += [await ray.add(f"b-2.{number}", served.deployments["b"]) for number in (1, 2)]
-            async with supervised(ray, served) as (_, gateway):
-                assert {"b-2.1", "b-2.2"} == set(gateway.ids("b"))
-                await until(lambda: len(gateway.ids()) == 2)
-                assert gateway.ids()[0] == "a-1.1"
-                assert [spec.name for spec, _ in ray.started] == ["a"]
-                assert gateway.route("b").wanted == 2
-                assert ([agent.orders for agent in kept], ray.killed) == ([[], [], []], [])
-                assert {epoch for agent in kept for epoch in agent.epochs} == {3}
-
-    run(scenario)
+async def test_replicas_that_fit_are_taken_over_and_what_lacks_is_started() -> None:
+    served = config(a={"replicas": 2}, b={"replicas": {"min": 1, "max": 3}})
+    async with clustered() as ray:
+        kept = [await ray.add("a-1.1", served.deployments["a"])]
+        kept += [await ray.add(f"b-2.{number}", served.deployments["b"]) for number in (1, 2)]
+        async with supervised(ray, served) as (_, gateway):
+            assert {"b-2.1", "b-2.2"} == set(gateway.ids("b"))
+            await until(lambda: len(gateway.ids()) == 2)
+            assert gateway.ids()[0] == "a-1.1"
+            assert [spec.name for spec, _ in ray.started] == ["a"]
+            assert gateway.route("b").wanted == 2
+            assert ([agent.orders for agent in kept], ray.killed) == ([[], [], []], [])
+            assert {epoch for agent in kept for epoch in agent.epochs} == {3}
 
 
 UNFIT: dict[str, dict[str, Any]] = {
@@ -332,390 +308,323 @@ UNFIT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("said", UNFIT.values(), ids=UNFIT)
-def test_what_does_not_fit_is_ended_and_replaced(said: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        served = config()
-        async with clustered() as ray:
-            agent = await ray.add("a-1.1", served.deployments["a"], **said)
-            async with supervised(ray, served) as (_, gateway):
-                await until(lambda: len(gateway.ids()) == 1)
-                assert gateway.ids()[0].startswith("a-3.")
-                await agent.gone.wait()
-                assert (set(agent.orders), ray.killed) == ({"kill"}, ["a-1.1"])
-
-    run(scenario)
+async def test_what_does_not_fit_is_ended_and_replaced(said: dict[str, Any]) -> None:
+    served = config()
+    async with clustered() as ray:
+        agent = await ray.add("a-1.1", served.deployments["a"], **said)
+        async with supervised(ray, served) as (_, gateway):
+            await until(lambda: len(gateway.ids()) == 1)
+            assert gateway.ids()[0].startswith("a-3.")
+            await agent.gone.wait()
+            assert (set(agent.orders), ray.killed) == ({"kill"}, ["a-1.1"])
 
 
-def test_adapters_may_have_been_loaded_since_the_start() -> None:
-    async def scenario() -> None:
-        model = {"model": "vllm:/models/x", "python": "/usr/bin/python3", "options": {"adapters": {"fr": "fr"}}}
-        served = config(a={**model, "replicas": 2})
-        before = served.deployments["a"].with_adapters({})
-        async with clustered() as ray:
-            await ray.add("a-1.1", before, adapters={"fr": "fr"})  # as an earlier supervisor told it
-            unloaded = await ray.add("a-1.2", before)
-            async with supervised(ray, served) as (_, gateway):
-                await until(lambda: len(gateway.ids()) == 2)
-                assert gateway.ids()[0] == "a-1.1"
-                await unloaded.gone.wait()
-                assert ray.killed == ["a-1.2"]
-
-    run(scenario)
+async def test_adapters_may_have_been_loaded_since_the_start() -> None:
+    model = {"model": "vllm:/models/x", "python": "/usr/bin/python3", "options": {"adapters": {"fr": "fr"}}}
+    served = config(a={**model, "replicas": 2})
+    before = served.deployments["a"].with_adapters({})
+    async with clustered() as ray:
+        await ray.add("a-1.1", before, adapters={"fr": "fr"})  # as an earlier supervisor told it
+        unloaded = await ray.add("a-1.2", before)
+        async with supervised(ray, served) as (_, gateway):
+            await until(lambda: len(gateway.ids()) == 2)
+            assert gateway.ids()[0] == "a-1.1"
+            await unloaded.gone.wait()
+            assert ray.killed == ["a-1.2"]
 
 
-def test_those_that_are_too_many_and_those_that_nobody_wants_are_ended() -> None:
-    async def scenario() -> None:
-        served = config(a={"replicas": 2})
-        async with clustered() as ray:
-            agents = [await ray.add(f"a-1.{number}", served.deployments["a"]) for number in range(3)]
-            stranger = await ray.add("z-1.1", served.deployments["a"])
-            async with supervised(ray, served) as (_, gateway):
-                assert gateway.ids() == ["a-1.0", "a-1.1"]
-                await agents[2].gone.wait()
-                assert stranger.gone.is_set()
-                assert sorted(ray.killed) == ["a-1.2", "z-1.1"]
-                assert (ray.started, stranger.epochs) == ([], [])
-
-    run(scenario)
+async def test_those_that_are_too_many_and_those_that_nobody_wants_are_ended() -> None:
+    served = config(a={"replicas": 2})
+    async with clustered() as ray:
+        agents = [await ray.add(f"a-1.{number}", served.deployments["a"]) for number in range(3)]
+        stranger = await ray.add("z-1.1", served.deployments["a"])
+        async with supervised(ray, served) as (_, gateway):
+            assert gateway.ids() == ["a-1.0", "a-1.1"]
+            await agents[2].gone.wait()
+            assert stranger.gone.is_set()
+            assert sorted(ray.killed) == ["a-1.2", "z-1.1"]
+            assert (ray.started, stranger.epochs) == ([], [])
 
 
-def test_it_announces_itself_only_once_it_has_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_announces_itself_only_once_it_has_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_supervisor, "ADOPT_TIMEOUT_S", 20)
 
-    async def scenario() -> None:
-        served = config()
-        async with clustered() as ray:
-            agent = await ray.add("a-1.1", served.deployments["a"])
-            agent.is_away = True
-            bench, gateway = Bench(ray, served, 3), Gateway()
-            try:
-                await until(lambda: agent.turned_away > 2)
-                assert bench.output.getvalue() == ""
-                assert bench.supervisor._control._server is None
-                agent.is_away = False
-                await gateway.join(await bench.announced())
-                assert (gateway.ids(), ray.started) == (["a-1.1"], [])
-                await gateway.leave()
-            finally:
-                await bench.end()
-
-    run(scenario)
+    served = config()
+    async with clustered() as ray:
+        agent = await ray.add("a-1.1", served.deployments["a"])
+        agent.is_away = True
+        bench, gateway = Bench(ray, served, 3), Gateway()
+        try:
+            await until(lambda: agent.turned_away > 2)
+            assert bench.output.getvalue() == ""
+            assert bench.supervisor._control._server is None
+            agent.is_away = False
+            await gateway.join(await bench.announced())
+            assert (gateway.ids(), ray.started) == (["a-1.1"], [])
+            await gateway.leave()
+        finally:
+            await bench.end()
 
 
-def test_replicas_that_say_nothing_are_waited_for_no_longer_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replicas_that_say_nothing_are_waited_for_no_longer_than_that(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_supervisor, "ADOPT_TIMEOUT_S", 0.2)
     monkeypatch.setattr(remote_replica, "OUT_OF_REACH_S", 0.2)
 
-    async def scenario() -> None:
-        served = config()
-        async with clustered() as ray:
-            agent = await ray.add("a-1.1", served.deployments["a"])
-            agent.is_away = True
-            async with supervised(ray, served) as (_, gateway):
-                await until(lambda: len(gateway.ids()) == 1)
-                assert gateway.ids() != ["a-1.1"]
-                await agent.gone.wait()
-
-    run(scenario)
+    served = config()
+    async with clustered() as ray:
+        agent = await ray.add("a-1.1", served.deployments["a"])
+        agent.is_away = True
+        async with supervised(ray, served) as (_, gateway):
+            await until(lambda: len(gateway.ids()) == 1)
+            assert gateway.ids() != ["a-1.1"]
+            await agent.gone.wait()
 
 
-def test_a_replica_that_has_ended_meanwhile_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_that_has_ended_meanwhile_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_supervisor, "ADOPT_TIMEOUT_S", 1000)
 
-    async def scenario() -> None:
-        served = config()
-        async with clustered() as ray:
-            agent = await ray.add("a-1.1", served.deployments["a"])
-            await agent.end()
+    served = config()
+    async with clustered() as ray:
+        agent = await ray.add("a-1.1", served.deployments["a"])
+        await agent.end()
 
-            async def replicas() -> dict[str, Agent]:
-                return dict(ray.actors)
+        async def replicas() -> dict[str, Agent]:
+            return dict(ray.actors)
 
-            monkeypatch.setattr(ray, "replicas", replicas)
-            async with supervised(ray, served) as (_, gateway):
-                await until(lambda: len(gateway.ids()) == 1)
-                assert gateway.ids() != ["a-1.1"]
-
-    run(scenario)
+        monkeypatch.setattr(ray, "replicas", replicas)
+        async with supervised(ray, served) as (_, gateway):
+            await until(lambda: len(gateway.ids()) == 1)
+            assert gateway.ids() != ["a-1.1"]
 
 
 # What operators have changed
 
 
-def test_what_operators_have_changed_outlives_a_supervisor() -> None:
+async def test_what_operators_have_changed_outlives_a_supervisor() -> None:
     storage: dict[str, bytes] = {}
     served = config(a={}, b={"replicas": {"min": 1, "max": 2}}, c={})
+    async with clustered(storage) as ray, supervised(ray, served) as (bench, gateway):
+        await until(lambda: all(gateway.ids(name) for name in "abc"))
+        await gateway.tell("scale", "b", min=2, max=3)
+        await gateway.tell("unload", "a")
+        await gateway.tell("reload", "c", config=json.dumps({"timeout_s": 7}))
+        await gateway.tell("load", "d", config=json.dumps({"model": "m:D"}))
+        now = bench.supervisor._desired()
+        await until(lambda: _Desired.decoded(storage[DESIRED]) == now)
+    async with clustered(storage) as ray, supervised(ray, served, epoch=4) as (_, gateway):
+        await until(lambda: len(gateway.ids("b")) == 2 and bool(gateway.ids("c")) and bool(gateway.ids("d")))
+        a, b = gateway.route("a"), gateway.route("b")
+        assert (a.state, a.is_set_aside, a.replicas) == (State.UNAVAILABLE, True, ())
+        assert (b.least, b.most, b.wanted) == (2, 3, 2)
+        assert gateway.route("c").timeout_s == 7
+        # After a reload nothing of before holds, such as kept answers.
+        assert [gateway.route(name).generation for name in "abc"] == [3, 3, 4]
+        assert sorted(spec.name for spec, _ in ray.started) == ["b", "b", "c", "d"]
+        await gateway.tell("load", "a")
+        await until(lambda: gateway.route("a").state is State.READY)
+        await gateway.tell("unload", "d")
+        await until(lambda: "d" not in _Desired.decoded(storage[DESIRED]).config.deployments)
+    async with clustered(storage) as ray, supervised(ray, served, epoch=5) as (_, gateway):
+        await until(lambda: bool(gateway.ids("a")))
+        assert [one.name for one in gateway.table.deployments] == ["a", "b", "c"]
 
-    async def first() -> None:
-        async with clustered(storage) as ray, supervised(ray, served) as (bench, gateway):
-            await until(lambda: all(gateway.ids(name) for name in "abc"))
-            await gateway.tell("scale", "b", min=2, max=3)
+
+async def test_replicas_of_what_was_unloaded_are_ended() -> None:
+    served = config()
+    async with clustered() as ray:
+        async with supervised(ray, served) as (bench, gateway):
+            await until(lambda: bool(gateway.ids()))
             await gateway.tell("unload", "a")
-            await gateway.tell("reload", "c", config=json.dumps({"timeout_s": 7}))
-            await gateway.tell("load", "d", config=json.dumps({"model": "m:D"}))
-            now = bench.supervisor._desired()
-            await until(lambda: _Desired.decoded(storage[DESIRED]) == now)
-
-    async def second() -> None:
-        async with clustered(storage) as ray, supervised(ray, served, epoch=4) as (_, gateway):
-            await until(lambda: len(gateway.ids("b")) == 2 and bool(gateway.ids("c")) and bool(gateway.ids("d")))
-            a, b = gateway.route("a"), gateway.route("b")
-            assert (a.state, a.is_set_aside, a.replicas) == (State.UNAVAILABLE, True, ())
-            assert (b.least, b.most, b.wanted) == (2, 3, 2)
-            assert gateway.route("c").timeout_s == 7
-            # After a reload nothing of before holds, such as kept answers.
-            assert [gateway.route(name).generation for name in "abc"] == [3, 3, 4]
-            assert sorted(spec.name for spec, _ in ray.started) == ["b", "b", "c", "d"]
-            await gateway.tell("load", "a")
-            await until(lambda: gateway.route("a").state is State.READY)
-            await gateway.tell("unload", "d")
-            await until(lambda: "d" not in _Desired.decoded(storage[DESIRED]).config.deployments)
-
-    async def third() -> None:
-        async with clustered(storage) as ray, supervised(ray, served, epoch=5) as (_, gateway):
-            await until(lambda: bool(gateway.ids("a")))
-            assert [one.name for one in gateway.table.deployments] == ["a", "b", "c"]
-
-    for scenario in (first, second, third):
-        run(scenario)
+            await until(lambda: _Desired.decoded(ray.storage[DESIRED]).set_aside == {"a"})
+        left = await ray.add("a-1.1", served.deployments["a"])
+        async with supervised(ray, served, epoch=4) as (bench, gateway):
+            assert left.gone.is_set()
+            assert gateway.route().is_set_aside
+            assert len(ray.started) == 1
+            assert bench.ended is None
 
 
-def test_replicas_of_what_was_unloaded_are_ended() -> None:
-    async def scenario() -> None:
-        served = config()
-        async with clustered() as ray:
-            async with supervised(ray, served) as (bench, gateway):
-                await until(lambda: bool(gateway.ids()))
-                await gateway.tell("unload", "a")
-                await until(lambda: _Desired.decoded(ray.storage[DESIRED]).set_aside == {"a"})
-            left = await ray.add("a-1.1", served.deployments["a"])
-            async with supervised(ray, served, epoch=4) as (bench, gateway):
-                assert left.gone.is_set()
-                assert gateway.route().is_set_aside
-                assert len(ray.started) == 1
-                assert bench.ended is None
-
-    run(scenario)
-
-
-def test_storage_that_can_not_be_written_is_tried_again(
+async def test_storage_that_can_not_be_written_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cluster_supervisor, "PING_EVERY_S", 0.01)
 
-    async def scenario() -> None:
-        async with clustered() as ray:
-            bench = Bench(ray, config(), 3)
-            try:
-                await bench.announced()
-                orchestrator = bench.supervisor._orchestrator
-                await until(lambda: bool(orchestrator.sets["a"].ready) and DESIRED in ray.storage)
-                ray.failures = 2
-                assert (await orchestrator.lifecycle.answer(Command(1, "unload", "a"))).status == 200
-                await until(lambda: _Desired.decoded(ray.storage[DESIRED]).set_aside == {"a"})
-                assert ray.failures == 0
-            finally:
-                await bench.end()
-
-    run(scenario)
+    async with clustered() as ray:
+        bench = Bench(ray, config(), 3)
+        try:
+            await bench.announced()
+            orchestrator = bench.supervisor._orchestrator
+            await until(lambda: bool(orchestrator.sets["a"].ready) and DESIRED in ray.storage)
+            ray.failures = 2
+            assert (await orchestrator.lifecycle.answer(Command(1, "unload", "a"))).status == 200
+            await until(lambda: _Desired.decoded(ray.storage[DESIRED]).set_aside == {"a"})
+            assert ray.failures == 0
+        finally:
+            await bench.end()
     assert caplog.text.count("Ray's storage can't be written; trying again: the head is gone") == 2
 
 
 # While it serves
 
 
-def test_a_head_that_is_gone_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_head_that_is_gone_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(cluster_supervisor, "PING_EVERY_S", 0.01)
     caplog.set_level("INFO", "headwater")
 
     def lines() -> list[str]:
         return [one.message for one in caplog.records if one.message.startswith("Ray's head")]
 
-    async def scenario() -> None:
-        async with clustered() as ray, supervised(ray, config()) as (_, gateway):
-            await until(lambda: bool(gateway.ids()))
-            ray.trouble = "Ray's head is gone"
-            await until(lambda: bool(lines()))
-            asked = ray.head_looks
-            await until(lambda: ray.head_looks > asked + 3)
-            ray.trouble = ""
-            await until(lambda: len(lines()) > 1)
-
-    run(scenario)
+    async with clustered() as ray, supervised(ray, config()) as (_, gateway):
+        await until(lambda: bool(gateway.ids()))
+        ray.trouble = "Ray's head is gone"
+        await until(lambda: bool(lines()))
+        asked = ray.head_looks
+        await until(lambda: ray.head_looks > asked + 3)
+        ray.trouble = ""
+        await until(lambda: len(lines()) > 1)
     assert lines() == ["Ray's head is gone", "Ray's head answers again"]
 
 
-def test_what_nobody_has_is_ended_if_it_is_seen_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_nobody_has_is_ended_if_it_is_seen_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_supervisor, "RECONCILE_EVERY_S", 0.02)
 
-    async def scenario() -> None:
-        served = config()
-        async with clustered() as ray, supervised(ray, served) as (_, gateway):
-            await until(lambda: bool(gateway.ids()))
-            ray.failures = 1  # which it survives
-            stranger = await ray.add("a-1.7", served.deployments["a"])
-            looks = ray.looks
-            await stranger.gone.wait()
-            assert ray.looks >= looks + 2
-            assert (ray.killed, stranger.orders) == (["a-1.7"], [])
-            looks = ray.looks
-            await until(lambda: ray.looks > looks + 3)
-            assert ray.killed == ["a-1.7"]
-
-    run(scenario)
+    served = config()
+    async with clustered() as ray, supervised(ray, served) as (_, gateway):
+        await until(lambda: bool(gateway.ids()))
+        ray.failures = 1  # which it survives
+        stranger = await ray.add("a-1.7", served.deployments["a"])
+        looks = ray.looks
+        await stranger.gone.wait()
+        assert ray.looks >= looks + 2
+        assert (ray.killed, stranger.orders) == (["a-1.7"], [])
+        looks = ray.looks
+        await until(lambda: ray.looks > looks + 3)
+        assert ray.killed == ["a-1.7"]
 
 
-def test_a_replica_out_of_reach_gets_nothing_new_and_one_that_is_lost_is_replaced() -> None:
-    async def scenario() -> None:
-        async with clustered() as ray, supervised(ray, config(a={"replicas": 2})) as (_, gateway):
-            await until(lambda: len(gateway.ids()) == 2)
-            first, second = ray.actors.values()
-            first.leave()
-            await until(lambda: gateway.ids() == [second.id])
-            assert gateway.retiring() == [first.id]
-            first.is_away = False
-            await until(lambda: len(gateway.ids()) == 2)
-            assert (len(ray.started), gateway.retiring()) == (2, [])
-            await second.end()
-            await until(lambda: len(ray.started) == 3 and len(gateway.ids()) == 2)
-            assert second.id not in gateway.ids()
-
-    run(scenario)
+async def test_a_replica_out_of_reach_gets_nothing_new_and_one_that_is_lost_is_replaced() -> None:
+    async with clustered() as ray, supervised(ray, config(a={"replicas": 2})) as (_, gateway):
+        await until(lambda: len(gateway.ids()) == 2)
+        first, second = ray.actors.values()
+        first.leave()
+        await until(lambda: gateway.ids() == [second.id])
+        assert gateway.retiring() == [first.id]
+        first.is_away = False
+        await until(lambda: len(gateway.ids()) == 2)
+        assert (len(ray.started), gateway.retiring()) == (2, [])
+        await second.end()
+        await until(lambda: len(ray.started) == 3 and len(gateway.ids()) == 2)
+        assert second.id not in gateway.ids()
 
 
 @pytest.mark.slow
-def test_a_replica_that_stays_out_of_reach_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_that_stays_out_of_reach_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_replica, "OUT_OF_REACH_S", 0.5)
 
-    async def scenario() -> None:
-        async with clustered() as ray, supervised(ray, config(a={"replicas": 2})) as (_, gateway):
-            await until(lambda: len(gateway.ids()) == 2)
-            first, second = ray.actors.values()
-            first.leave()
-            await until(lambda: (gateway.ids(), gateway.retiring()) == ([second.id], [first.id]))
-            await until(lambda: len(gateway.ids()) == 2)
-            assert gateway.retiring() == []
-            assert first.id not in gateway.ids()
-            await first.gone.wait()
-
-    run(scenario)
+    async with clustered() as ray, supervised(ray, config(a={"replicas": 2})) as (_, gateway):
+        await until(lambda: len(gateway.ids()) == 2)
+        first, second = ray.actors.values()
+        first.leave()
+        await until(lambda: (gateway.ids(), gateway.retiring()) == ([second.id], [first.id]))
+        await until(lambda: len(gateway.ids()) == 2)
+        assert gateway.retiring() == []
+        assert first.id not in gateway.ids()
+        await first.gone.wait()
 
 
-def test_an_unload_waits_for_what_a_replica_out_of_reach_has_in_flight() -> None:
-    async def scenario() -> None:
-        async with clustered() as ray, supervised(ray, config()) as (_, gateway):
-            await until(lambda: len(gateway.ids()) == 1)
+async def test_an_unload_waits_for_what_a_replica_out_of_reach_has_in_flight() -> None:
+    async with clustered() as ray, supervised(ray, config()) as (_, gateway):
+        await until(lambda: len(gateway.ids()) == 1)
+        (agent,) = ray.actors.values()
+        agent.leave()
+        await until(lambda: gateway.ids() == [])
+        unloading = asyncio.create_task(gateway.tell("unload", "a"))
+        await until(lambda: gateway.drains == [("a", None)])
+        agent.is_away = False
+        await unloading
+
+
+async def test_what_has_no_place_says_why() -> None:
+    async with clustered() as ray:
+        ray.said_at_start, ray.shortage = None, "it takes 1 GPU, and the largest node has 0"
+        async with supervised(ray, config()) as (_, gateway):
+            await until(lambda: ray.shortage in gateway.route().reason)
+            assert gateway.route().state is State.LOADING
             (agent,) = ray.actors.values()
-            agent.leave()
-            await until(lambda: gateway.ids() == [])
-            unloading = asyncio.create_task(gateway.tell("unload", "a"))
-            await until(lambda: gateway.drains == [("a", None)])
-            agent.is_away = False
-            await unloading
-
-    run(scenario)
+            await agent.open(**READY)
+            await until(lambda: gateway.route().state is State.READY)
 
 
-def test_what_has_no_place_says_why() -> None:
-    async def scenario() -> None:
-        async with clustered() as ray:
-            ray.said_at_start, ray.shortage = None, "it takes 1 GPU, and the largest node has 0"
-            async with supervised(ray, config()) as (_, gateway):
-                await until(lambda: ray.shortage in gateway.route().reason)
-                assert gateway.route().state is State.LOADING
-                (agent,) = ray.actors.values()
-                await agent.open(**READY)
-                await until(lambda: gateway.route().state is State.READY)
-
-    run(scenario)
+async def test_workers_of_all_gateways_share_what_is_bounded() -> None:
+    served = config(a={"batching": {"max_queue_size": 60}})
+    async with clustered() as ray, supervised(ray, served) as (bench, gateway):
+        assert gateway.route().max_queue_size == 60
+        other = await Gateway().join(await bench.announced(), workers=2)
+        await until(lambda: gateway.route().max_queue_size == other.route().max_queue_size == 20)
+        await other.leave()
+        await until(lambda: gateway.route().max_queue_size == 60)
 
 
-def test_workers_of_all_gateways_share_what_is_bounded() -> None:
-    async def scenario() -> None:
-        served = config(a={"batching": {"max_queue_size": 60}})
-        async with clustered() as ray, supervised(ray, served) as (bench, gateway):
-            assert gateway.route().max_queue_size == 60
-            other = await Gateway().join(await bench.announced(), workers=2)
-            await until(lambda: gateway.route().max_queue_size == other.route().max_queue_size == 20)
-            await other.leave()
-            await until(lambda: gateway.route().max_queue_size == 60)
-
-    run(scenario)
+async def test_a_gateway_that_joins_gets_each_table_once() -> None:
+    async with clustered() as ray, supervised(ray, config()) as (bench, gateway):
+        await until(lambda: bool(gateway.ids()))
+        reader, writer = await asyncio.open_connection(*host_and_port((await bench.announced()).address))
+        writer.write(msgspec.json.encode(Hello((await bench.announced()).token)) + b"\n")
+        found = [json.loads(await reader.readline())["type"] for _ in range(2)]
+        writer.close()
+        await writer.wait_closed()
+        assert found == ["table", "change"]
 
 
-def test_a_gateway_that_joins_gets_each_table_once() -> None:
-    async def scenario() -> None:
-        async with clustered() as ray, supervised(ray, config()) as (bench, gateway):
-            await until(lambda: bool(gateway.ids()))
-            reader, writer = await asyncio.open_connection(*host_and_port((await bench.announced()).address))
-            writer.write(msgspec.json.encode(Hello((await bench.announced()).token)) + b"\n")
-            found = [json.loads(await reader.readline())["type"] for _ in range(2)]
-            writer.close()
-            await writer.wait_closed()
-            assert found == ["table", "change"]
-
-    run(scenario)
-
-
-def test_cancelling_and_quarantine_reach_the_other_gateways() -> None:
-    async def scenario() -> None:
-        async with clustered() as ray, supervised(ray, config()) as (bench, first):
-            others = [await Gateway(number).join(await bench.announced()) for number in (2, 3)]
-            assert await first.link.cancel_elsewhere("key:mine") == 5
-            assert [one.cancelled for one in (first, *others)] == [[], ["key:mine"], ["key:mine"]]
-            others[0].link.report_quarantined("a", b"\x01")
-            await until(lambda: bool(first.quarantined) and bool(others[1].quarantined))
-            assert (first.quarantined, others[0].quarantined) == ([("a", b"\x01")], [])
-            for one in others:
-                await one.leave()
-
-    run(scenario)
+async def test_cancelling_and_quarantine_reach_the_other_gateways() -> None:
+    async with clustered() as ray, supervised(ray, config()) as (bench, first):
+        others = [await Gateway(number).join(await bench.announced()) for number in (2, 3)]
+        assert await first.link.cancel_elsewhere("key:mine") == 5
+        assert [one.cancelled for one in (first, *others)] == [[], ["key:mine"], ["key:mine"]]
+        others[0].link.report_quarantined("a", b"\x01")
+        await until(lambda: bool(first.quarantined) and bool(others[1].quarantined))
+        assert (first.quarantined, others[0].quarantined) == ([("a", b"\x01")], [])
+        for one in others:
+            await one.leave()
 
 
 # Its end
 
 
-def test_a_stop_lets_gateways_drain_ends_all_and_forgets_what_was_desired() -> None:
-    async def scenario() -> None:
-        async with clustered() as ray, supervised(ray, config(a={"replicas": 2})) as (bench, gateway):
-            await until(lambda: len(gateway.ids()) == 2 and DESIRED in ray.storage)
-            bench.orders.feed_data(b"stop\n")
-            await until(lambda: gateway.table.draining)
-            agents = list(ray.actors.values())
-            assert [agent.orders for agent in agents] == [[], []]  # the gateway is still there
-            await gateway.leave()
-            await bench.running
-            assert bench.ended is None
-            assert [agent.orders for agent in agents] == [["stop"], ["stop"]]
-            assert all(agent.gone.is_set() for agent in agents)
-            assert DESIRED not in ray.storage
-
-    run(scenario)
+async def test_a_stop_lets_gateways_drain_ends_all_and_forgets_what_was_desired() -> None:
+    async with clustered() as ray, supervised(ray, config(a={"replicas": 2})) as (bench, gateway):
+        await until(lambda: len(gateway.ids()) == 2 and DESIRED in ray.storage)
+        bench.orders.feed_data(b"stop\n")
+        await until(lambda: gateway.table.draining)
+        agents = list(ray.actors.values())
+        assert [agent.orders for agent in agents] == [[], []]  # the gateway is still there
+        await gateway.leave()
+        await bench.running
+        assert bench.ended is None
+        assert [agent.orders for agent in agents] == [["stop"], ["stop"]]
+        assert all(agent.gone.is_set() for agent in agents)
+        assert DESIRED not in ray.storage
 
 
-def test_what_runs_stays_if_it_ends_otherwise() -> None:
-    async def scenario() -> None:
-        async with clustered() as ray, supervised(ray, config()) as (bench, gateway):
-            await until(lambda: bool(gateway.ids()) and DESIRED in ray.storage)
-            bench.orders.feed_eof()
-            await bench.running
-            assert bench.ended == 1
-            (agent,) = ray.actors.values()
-            assert (agent.orders, ray.killed, DESIRED in ray.storage) == ([], [], True)
-
-    run(scenario)
+async def test_what_runs_stays_if_it_ends_otherwise() -> None:
+    async with clustered() as ray, supervised(ray, config()) as (bench, gateway):
+        await until(lambda: bool(gateway.ids()) and DESIRED in ray.storage)
+        bench.orders.feed_eof()
+        await bench.running
+        assert bench.ended == 1
+        (agent,) = ray.actors.values()
+        assert (agent.orders, ray.killed, DESIRED in ray.storage) == ([], [], True)
 
 
-def test_it_gives_way_to_one_that_has_followed(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        async with clustered() as ray, supervised(ray, config()) as (bench, gateway):
-            await until(lambda: bool(gateway.ids()))
-            (agent,) = ray.actors.values()
-            agent.say(is_stale=True)
-            await bench.running
-            assert (bench.ended, agent.orders, ray.killed) == (1, [], [])
-
-    run(scenario)
+async def test_it_gives_way_to_one_that_has_followed(caplog: pytest.LogCaptureFixture) -> None:
+    async with clustered() as ray, supervised(ray, config()) as (bench, gateway):
+        await until(lambda: bool(gateway.ids()))
+        (agent,) = ray.actors.values()
+        agent.say(is_stale=True)
+        await bench.running
+        assert (bench.ended, agent.orders, ray.killed) == (1, [], [])
     assert "another supervisor has taken over" in caplog.text
 
 

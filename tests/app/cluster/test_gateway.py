@@ -31,7 +31,7 @@ from headwater_server.control.messages import Command, CommandAnswer, Drain, Dra
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from headwater_server.errors import StartError
 from headwater_server.transport.address import host_and_port
-from tests.app.cluster.stand_in import READY, Agent, run, until
+from tests.app.cluster.stand_in import READY, Agent, until
 
 CONFIG = Config.model_validate({"server": {"workers": 2}, "deployments": {"a": {"model": "m:M"}}})
 
@@ -162,284 +162,243 @@ def plain(id: str) -> ReplicaRoute:
     return ReplicaRoute(id, "127.0.0.1:1", "token")
 
 
-def test_what_is_wrong_with_the_cluster_is_said_of_all_models_until_it_is_over(
+async def test_what_is_wrong_with_the_cluster_is_said_of_all_models_until_it_is_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def scenario() -> None:
-        first = Supervisor(4)
-        async with joining(first) as bench:
-            worker = bench.workers[0]
-            first.control.publish(
-                RoutingTable(
-                    (DeploymentRoute("a", State.READY, shortage="one less"), DeploymentRoute("b", State.READY))
-                )
-            )
-            await until(lambda: len(worker.table.deployments) == 2)
-            for _ in range(2):
-                bench.found.put_nowait(Trouble("Ray's head is gone"))
-            said = ["one less; Ray's head is gone", "Ray's head is gone"]
-            await until(lambda: [one.shortage for one in worker.table.deployments] == said)
-            assert {one.state for one in worker.table.deployments} == {State.READY}
-            bench.found.put_nowait(first.announcement)
-            await until(lambda: [one.shortage for one in worker.table.deployments] == ["one less", ""])
-        lines = [one.message for one in caplog.records if "head" in one.message]
-        assert lines == ["Ray's head is gone", "cluster: Ray's head answers again, and the supervisor is known"]
-
-    run(scenario)
+    first = Supervisor(4)
+    async with joining(first) as bench:
+        worker = bench.workers[0]
+        first.control.publish(
+            RoutingTable((DeploymentRoute("a", State.READY, shortage="one less"), DeploymentRoute("b", State.READY)))
+        )
+        await until(lambda: len(worker.table.deployments) == 2)
+        for _ in range(2):
+            bench.found.put_nowait(Trouble("Ray's head is gone"))
+        said = ["one less; Ray's head is gone", "Ray's head is gone"]
+        await until(lambda: [one.shortage for one in worker.table.deployments] == said)
+        assert {one.state for one in worker.table.deployments} == {State.READY}
+        bench.found.put_nowait(first.announcement)
+        await until(lambda: [one.shortage for one in worker.table.deployments] == ["one less", ""])
+    lines = [one.message for one in caplog.records if "head" in one.message]
+    assert lines == ["Ray's head is gone", "cluster: Ray's head answers again, and the supervisor is known"]
 
 
-def test_the_last_table_stays_while_the_supervisor_is_gone(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        first, second = Supervisor(4), Supervisor(5)
-        async with joining(first) as bench:
-            worker = bench.workers[0]
-            first.control.publish(table(plain("a-4.1")))
-            await until(lambda: worker.ids == ["a-4.1"])
-            assert bench.uplink.is_decided
-            await first.control.close()
-            await until(lambda: not bench.is_connected)
-            answer = await worker.link.command("unload", "a")
-            assert answer.status == 503
-            assert answer.content["error"].startswith("model `a`: unload: the cluster's supervisor is gone")
-            assert await worker.link.cancel_elsewhere("mine") == 2  # of the other worker here
-            assert worker.ids == ["a-4.1"]
-            second.control.publish(table(plain("a-5.1")))
-            await bench.found.put(await second.start())
-            await until(lambda: worker.ids == ["a-5.1"])
-            assert bench.uplink._table.epoch == 5
-            answer = await worker.link.command("unload", "a", {"config": "{}"})
-            assert (answer.status, answer.content) == (200, {"did": "unload"})
-            (command,) = second.commands
-            assert (command.action, command.model, command.arguments) == ("unload", "a", {"config": "{}"})
-            await second.control.close()
-
-    run(scenario)
+async def test_the_last_table_stays_while_the_supervisor_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = Supervisor(4), Supervisor(5)
+    async with joining(first) as bench:
+        worker = bench.workers[0]
+        first.control.publish(table(plain("a-4.1")))
+        await until(lambda: worker.ids == ["a-4.1"])
+        assert bench.uplink.is_decided
+        await first.control.close()
+        await until(lambda: not bench.is_connected)
+        answer = await worker.link.command("unload", "a")
+        assert answer.status == 503
+        assert answer.content["error"].startswith("model `a`: unload: the cluster's supervisor is gone")
+        assert await worker.link.cancel_elsewhere("mine") == 2  # of the other worker here
+        assert worker.ids == ["a-4.1"]
+        second.control.publish(table(plain("a-5.1")))
+        await bench.found.put(await second.start())
+        await until(lambda: worker.ids == ["a-5.1"])
+        assert bench.uplink._table.epoch == 5
+        answer = await worker.link.command("unload", "a", {"config": "{}"})
+        assert (answer.status, answer.content) == (200, {"did": "unload"})
+        (command,) = second.commands
+        assert (command.action, command.model, command.arguments) == ("unload", "a", {"config": "{}"})
+        await second.control.close()
     assert "its last table stays in use until it is back" in caplog.text
 
 
-def test_an_earlier_supervisor_is_not_listened_to(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario() -> None:
-        supervisor, earlier = Supervisor(4), Supervisor(3)
-        async with joining(supervisor) as bench:
-            supervisor.control.publish(table(plain("a-4.1")))
-            await until(lambda: bench.workers[0].ids == ["a-4.1"])
-            earlier.control.publish(table(plain("a-3.1")))
-            await bench.found.put(await earlier.start())
-            await until(bench.found.empty)
-            supervisor.control.publish(table(plain("a-4.2")))
-            await until(lambda: bench.workers[0].ids == ["a-4.2"])
-            assert earlier.control.workers == 0
-            # One that has its address is connected to, but not obeyed.
-            await earlier.control.close()
-            await supervisor.control.close()
-            await until(lambda: not bench.is_connected)
-            again = Supervisor(3)
-            again.control.publish(table(plain("a-3.2")))
-            await again.start(host_and_port(supervisor.address)[1])
-            await until(lambda: "the table of an earlier supervisor is ignored" in caplog.text)
-            assert bench.workers[0].ids == ["a-4.2"]
-            await again.control.close()
-
-    run(scenario)
+async def test_an_earlier_supervisor_is_not_listened_to(caplog: pytest.LogCaptureFixture) -> None:
+    supervisor, earlier = Supervisor(4), Supervisor(3)
+    async with joining(supervisor) as bench:
+        supervisor.control.publish(table(plain("a-4.1")))
+        await until(lambda: bench.workers[0].ids == ["a-4.1"])
+        earlier.control.publish(table(plain("a-3.1")))
+        await bench.found.put(await earlier.start())
+        await until(bench.found.empty)
+        supervisor.control.publish(table(plain("a-4.2")))
+        await until(lambda: bench.workers[0].ids == ["a-4.2"])
+        assert earlier.control.workers == 0
+        # One that has its address is connected to, but not obeyed.
+        await earlier.control.close()
+        await supervisor.control.close()
+        await until(lambda: not bench.is_connected)
+        again = Supervisor(3)
+        again.control.publish(table(plain("a-3.2")))
+        await again.start(host_and_port(supervisor.address)[1])
+        await until(lambda: "the table of an earlier supervisor is ignored" in caplog.text)
+        assert bench.workers[0].ids == ["a-4.2"]
+        await again.control.close()
 
 
-def test_replicas_out_of_reach_keep_what_they_have_and_get_nothing_new_until_they_are_back() -> None:
-    async def scenario() -> None:
-        agents = [Agent("a-4.1"), Agent("a-4.2")]
-        for agent in agents:
-            await agent.open(**READY)
-        supervisor = Supervisor(4)
-        async with joining(supervisor) as bench:
-            worker = bench.workers[0]
-            routes = [agent.state.route for agent in agents]
-            supervisor.control.publish(table(*routes, plain("b-4.3")))
-            await until(lambda: len(worker.ids) == 3 and all(agent.epochs for agent in agents))
-            assert {epoch for agent in agents for epoch in agent.epochs} == {0}
-            agents[0].leave()
-            await until(lambda: worker.ids == ["a-4.2", "b-4.3"])
-            assert worker.retiring == ["a-4.1"]
-            supervisor.control.publish(table(*routes))
-            await until(lambda: worker.ids == ["a-4.2"])
-            agents[1].leave()
-            await until(lambda: worker.ids == [])
-            assert (worker.route.state, worker.route.reason) == (State.UNAVAILABLE, AWAY)
-            assert worker.retiring == ["a-4.1", "a-4.2"]
-            supervisor.control.publish(table(*routes, state=State.DRAINING))
-            await until(lambda: worker.route.state is State.DRAINING)
-            assert (worker.ids, worker.retiring) == ([], ["a-4.1", "a-4.2"])
-            supervisor.control.publish(table(*routes))
-            await until(lambda: worker.route.state is State.UNAVAILABLE)
-            agents[0].is_away = False
-            await until(lambda: worker.ids == ["a-4.1"])
-            assert worker.retiring == ["a-4.2"]
-            assert worker.route.state is State.READY
-            agents[1].is_away = False
-            await until(lambda: worker.ids == ["a-4.1", "a-4.2"])
-            agents[0].send(Beat(3, 1000))
-            await until(lambda: any(view.use and view.use.threads == 3 for view in bench.uplink.replica_views()))
-            supervisor.control.publish(table(routes[1]))
-            await until(lambda: worker.ids == ["a-4.2"])
-            await until(lambda: not agents[0]._writers)  # it is no longer watched
-            assert list(bench.uplink._watches) == ["a-4.2"]
-        for agent in agents:
-            await agent.end()
-
-    run(scenario)
-
-
-def test_a_replica_that_refused_connections_is_taken_back() -> None:
-    async def scenario() -> None:
-        agent, again = Agent("a-4.1"), Agent("a-4.1")
+async def test_replicas_out_of_reach_keep_what_they_have_and_get_nothing_new_until_they_are_back() -> None:
+    agents = [Agent("a-4.1"), Agent("a-4.2")]
+    for agent in agents:
         await agent.open(**READY)
-        supervisor = Supervisor(4)
-        async with joining(supervisor) as bench:
-            worker = bench.workers[0]
-            supervisor.control.publish(table(agent.state.route))
-            await until(lambda: worker.ids == ["a-4.1"] and bool(agent.epochs))
-            await agent.end()
-            link = bench.uplink._watches["a-4.1"].link
-            await until(lambda: worker.ids == [] and link._refusals > agent_link.REFUSALS)
-            await again.open(port=host_and_port(agent.address)[1], **READY)
-            await until(lambda: worker.ids == ["a-4.1"])
-        await again.end()
-
-    run(scenario)
-
-
-def test_drains_are_passed_on_and_summed() -> None:
-    async def scenario() -> None:
-        supervisor = Supervisor(4)
-        async with joining(supervisor) as bench:
-            assert await supervisor.control.drain("a", 9, ["a-4.1"], ["x"]) == Drained(1 + 2, 1 + 1)
-            for worker in bench.workers:
-                (order,) = worker.drains
-                assert (order.model, order.timeout_s, order.replicas, order.adapters) == ("a", 9, ["a-4.1"], ["x"])
-
-    run(scenario)
-
-
-def test_a_drain_waits_for_a_gateway_that_reconnects() -> None:
-    async def scenario() -> None:
-        supervisor = Supervisor(4)
-        async with joining(supervisor) as bench:
-            worker = bench.workers[0]
-            worker.is_free.clear()
-            drain = asyncio.create_task(supervisor.control.drain("a", 9))
-            await until(lambda: len(worker.drains) == 1)
-            writer = bench.uplink.link._writer
-            assert writer is not None
-            writer.transport.abort()
-            await until(lambda: len(worker.drains) == 2)  # it has come again, and is asked again
-            assert not drain.done()
-            worker.is_free.set()
-            assert await drain == Drained(1 + 2, 1 + 1)
-
-    run(scenario)
+    supervisor = Supervisor(4)
+    async with joining(supervisor) as bench:
+        worker = bench.workers[0]
+        routes = [agent.state.route for agent in agents]
+        supervisor.control.publish(table(*routes, plain("b-4.3")))
+        await until(lambda: len(worker.ids) == 3 and all(agent.epochs for agent in agents))
+        assert {epoch for agent in agents for epoch in agent.epochs} == {0}
+        agents[0].leave()
+        await until(lambda: worker.ids == ["a-4.2", "b-4.3"])
+        assert worker.retiring == ["a-4.1"]
+        supervisor.control.publish(table(*routes))
+        await until(lambda: worker.ids == ["a-4.2"])
+        agents[1].leave()
+        await until(lambda: worker.ids == [])
+        assert (worker.route.state, worker.route.reason) == (State.UNAVAILABLE, AWAY)
+        assert worker.retiring == ["a-4.1", "a-4.2"]
+        supervisor.control.publish(table(*routes, state=State.DRAINING))
+        await until(lambda: worker.route.state is State.DRAINING)
+        assert (worker.ids, worker.retiring) == ([], ["a-4.1", "a-4.2"])
+        supervisor.control.publish(table(*routes))
+        await until(lambda: worker.route.state is State.UNAVAILABLE)
+        agents[0].is_away = False
+        await until(lambda: worker.ids == ["a-4.1"])
+        assert worker.retiring == ["a-4.2"]
+        assert worker.route.state is State.READY
+        agents[1].is_away = False
+        await until(lambda: worker.ids == ["a-4.1", "a-4.2"])
+        agents[0].send(Beat(3, 1000))
+        await until(lambda: any(view.use and view.use.threads == 3 for view in bench.uplink.replica_views()))
+        supervisor.control.publish(table(routes[1]))
+        await until(lambda: worker.ids == ["a-4.2"])
+        await until(lambda: not agents[0]._writers)  # it is no longer watched
+        assert list(bench.uplink._watches) == ["a-4.2"]
+    for agent in agents:
+        await agent.end()
 
 
-def test_a_gateway_that_ends_is_not_waited_for() -> None:
-    async def scenario() -> None:
-        supervisor = Supervisor(4)
-        async with joining(supervisor) as bench:
-            await bench.uplink.end(lambda: True)
-            await until(lambda: supervisor.control.is_deserted)
-
-    run(scenario)
-
-
-def test_a_cluster_that_is_stopped_ends_the_gateway() -> None:
-    async def scenario() -> None:
-        supervisor = Supervisor(4)
-        async with joining(supervisor) as bench:
-            supervisor.control.publish(table(plain("a-4.1"), draining=True))
-            await bench.gateway._children.stopping.wait()
-            await until(lambda: all(worker.table.draining for worker in bench.workers))
-            assert bench.gateway._children.status == 0
-
-    run(scenario)
+async def test_a_replica_that_refused_connections_is_taken_back() -> None:
+    agent, again = Agent("a-4.1"), Agent("a-4.1")
+    await agent.open(**READY)
+    supervisor = Supervisor(4)
+    async with joining(supervisor) as bench:
+        worker = bench.workers[0]
+        supervisor.control.publish(table(agent.state.route))
+        await until(lambda: worker.ids == ["a-4.1"] and bool(agent.epochs))
+        await agent.end()
+        link = bench.uplink._watches["a-4.1"].link
+        await until(lambda: worker.ids == [] and link._refusals > agent_link.REFUSALS)
+        await again.open(port=host_and_port(agent.address)[1], **READY)
+        await until(lambda: worker.ids == ["a-4.1"])
+    await again.end()
 
 
-def test_loads_of_its_workers_are_reported_together() -> None:
-    async def scenario() -> None:
-        supervisor = Supervisor(4)
-        async with joining(supervisor) as bench:
-            for worker in bench.workers:
-                worker.link.report(LoadReport([DeploymentLoad("a", worker.number, 0.1 * worker.number, 0.5, 1)]))
-            expected = [LoadReport([DeploymentLoad("a", 3, 0.2, 1.0, 2)])]
-            await until(lambda: supervisor.control.loads() == expected)
-
-    run(scenario)
+async def test_drains_are_passed_on_and_summed() -> None:
+    supervisor = Supervisor(4)
+    async with joining(supervisor) as bench:
+        assert await supervisor.control.drain("a", 9, ["a-4.1"], ["x"]) == Drained(1 + 2, 1 + 1)
+        for worker in bench.workers:
+            (order,) = worker.drains
+            assert (order.model, order.timeout_s, order.replicas, order.adapters) == ("a", 9, ["a-4.1"], ["x"])
 
 
-def test_cancelling_and_quarantine_go_both_ways() -> None:
-    async def scenario() -> None:
-        supervisor = Supervisor(4)
-        async with joining(supervisor) as bench:
-            one, two = bench.workers
-            assert await supervisor.control.cancel("theirs") == 1 + 2
-            assert await one.link.cancel_elsewhere("mine") == 2
-            assert (one.cancelled, two.cancelled) == (["theirs"], ["theirs", "mine"])
-            supervisor.control.quarantine(QuarantinedRequest("a", "00"))
-            await until(lambda: one.quarantined == two.quarantined == ["a"])
-            one.link.report_quarantined("b", b"\xff")
-            await until(lambda: two.quarantined == ["a", "b"])
-            await until(lambda: supervisor.quarantined == [QuarantinedRequest("b", "ff")])
-            assert one.quarantined == ["a"]
-
-    run(scenario)
+async def test_a_drain_waits_for_a_gateway_that_reconnects() -> None:
+    supervisor = Supervisor(4)
+    async with joining(supervisor) as bench:
+        worker = bench.workers[0]
+        worker.is_free.clear()
+        drain = asyncio.create_task(supervisor.control.drain("a", 9))
+        await until(lambda: len(worker.drains) == 1)
+        writer = bench.uplink.link._writer
+        assert writer is not None
+        writer.transport.abort()
+        await until(lambda: len(worker.drains) == 2)  # it has come again, and is asked again
+        assert not drain.done()
+        worker.is_free.set()
+        assert await drain == Drained(1 + 2, 1 + 1)
 
 
-def test_a_silent_supervisor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_gateway_that_ends_is_not_waited_for() -> None:
+    supervisor = Supervisor(4)
+    async with joining(supervisor) as bench:
+        await bench.uplink.end(lambda: True)
+        await until(lambda: supervisor.control.is_deserted)
+
+
+async def test_a_cluster_that_is_stopped_ends_the_gateway() -> None:
+    supervisor = Supervisor(4)
+    async with joining(supervisor) as bench:
+        supervisor.control.publish(table(plain("a-4.1"), draining=True))
+        await bench.gateway._children.stopping.wait()
+        await until(lambda: all(worker.table.draining for worker in bench.workers))
+        assert bench.gateway._children.status == 0
+
+
+async def test_loads_of_its_workers_are_reported_together() -> None:
+    supervisor = Supervisor(4)
+    async with joining(supervisor) as bench:
+        for worker in bench.workers:
+            worker.link.report(LoadReport([DeploymentLoad("a", worker.number, 0.1 * worker.number, 0.5, 1)]))
+        expected = [LoadReport([DeploymentLoad("a", 3, 0.2, 1.0, 2)])]
+        await until(lambda: supervisor.control.loads() == expected)
+
+
+async def test_cancelling_and_quarantine_go_both_ways() -> None:
+    supervisor = Supervisor(4)
+    async with joining(supervisor) as bench:
+        one, two = bench.workers
+        assert await supervisor.control.cancel("theirs") == 1 + 2
+        assert await one.link.cancel_elsewhere("mine") == 2
+        assert (one.cancelled, two.cancelled) == (["theirs"], ["theirs", "mine"])
+        supervisor.control.quarantine(QuarantinedRequest("a", "00"))
+        await until(lambda: one.quarantined == two.quarantined == ["a"])
+        one.link.report_quarantined("b", b"\xff")
+        await until(lambda: two.quarantined == ["a", "b"])
+        await until(lambda: supervisor.quarantined == [QuarantinedRequest("b", "ff")])
+        assert one.quarantined == ["a"]
+
+
+async def test_a_silent_supervisor_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_module, "SILENCE_S", 0.05)
 
-    async def scenario() -> None:
-        supervisor = Supervisor(4)
-        connections = 0
+    supervisor = Supervisor(4)
+    connections = 0
 
-        def count() -> None:
-            nonlocal connections
-            connections += 1
+    def count() -> None:
+        nonlocal connections
+        connections += 1
 
-        supervisor.control._on_workers = count
-        async with joining(supervisor):
-            await until(lambda: connections > 4)  # it comes, goes, comes again, ...
-
-    run(scenario)
+    supervisor.control._on_workers = count
+    async with joining(supervisor):
+        await until(lambda: connections > 4)  # it comes, goes, comes again, ...
 
 
 # Its start
 
 
 @pytest.mark.parametrize("ending", ["table", "stop"])
-def test_nothing_is_known_before_the_first_table(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
-    async def scenario() -> None:
-        supervisor = Supervisor(4)
-        supervisor.control.publish(table(plain("a-4.1")))
-        announcement = await supervisor.start()
-        bench = Bench(msgspec.structs.replace(announcement, epoch=3, address="127.0.0.1:1"))
-        connect, tries = asyncio.open_connection, 0
+async def test_nothing_is_known_before_the_first_table(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    supervisor = Supervisor(4)
+    supervisor.control.publish(table(plain("a-4.1")))
+    announcement = await supervisor.start()
+    bench = Bench(msgspec.structs.replace(announcement, epoch=3, address="127.0.0.1:1"))
+    connect, tries = asyncio.open_connection, 0
 
-        async def count(*address: Any, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-            nonlocal tries
-            tries += 1
-            return await connect(*address, **options)
+    async def count(*address: Any, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        nonlocal tries
+        tries += 1
+        return await connect(*address, **options)
 
-        monkeypatch.setattr(asyncio, "open_connection", count)
-        preparing = asyncio.create_task(bench.uplink.prepare())
-        await until(lambda: tries > 3)
-        assert not preparing.done()
-        if ending == "table":
-            await bench.found.put(announcement)
-        else:
-            bench.gateway._children.stop()
-        await preparing
-        ids = [one.id for route in bench.uplink.routes(2) for one in route.replicas]
-        assert ids == (["a-4.1"] if ending == "table" else [])
-        await bench.uplink.end(lambda: True)
-        await bench.gateway._control.close()
-        await supervisor.control.close()
-
-    run(scenario)
+    monkeypatch.setattr(asyncio, "open_connection", count)
+    preparing = asyncio.create_task(bench.uplink.prepare())
+    await until(lambda: tries > 3)
+    assert not preparing.done()
+    if ending == "table":
+        await bench.found.put(announcement)
+    else:
+        bench.gateway._children.stop()
+    await preparing
+    ids = [one.id for route in bench.uplink.routes(2) for one in route.replicas]
+    assert ids == (["a-4.1"] if ending == "table" else [])
+    await bench.uplink.end(lambda: True)
+    await bench.gateway._control.close()
+    await supervisor.control.close()
 
 
 def announcing(monkeypatch: pytest.MonkeyPatch, said: Announcement) -> None:
@@ -514,36 +473,33 @@ sys.exit(asyncio.run(gateway.run()))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["table", "stop"])
-def test_no_worker_starts_before_the_first_table(ending: str) -> None:
-    async def scenario() -> None:
-        supervisor, knocks = Supervisor(4), 0
+async def test_no_worker_starts_before_the_first_table(ending: str) -> None:
+    supervisor, knocks = Supervisor(4), 0
 
-        def knock(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal knocks
-            knocks += 1
-            writer.close()
+    def knock(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal knocks
+        knocks += 1
+        writer.close()
 
-        silent = await asyncio.start_server(knock, "127.0.0.1", 0)
-        supervisor.address = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
-        command = [sys.executable, "-c", GATEWAY, msgspec.json.encode(supervisor.announcement).decode()]
-        process = psutil.Popen(command, stdout=subprocess.PIPE)
-        try:
-            await until(lambda: knocks > 1)
-            assert process.children() == []
-            silent.close()
-            if ending == "table":
-                supervisor.control.publish(table(plain("a-4.1")))
-                await supervisor.start(host_and_port(supervisor.address)[1])
-                url = (await asyncio.to_thread(process.stdout.readline)).decode().strip()
-                found = await asyncio.to_thread(httpx.post, f"{url}/v2/repository/index", trust_env=False)
-                assert [(one["name"], one["state"]) for one in found.json()] == [("a", "READY")]
-        finally:
-            process.terminate()
-            assert await asyncio.to_thread(process.wait) == 0
-            process.stdout.close()
-            await supervisor.control.close()
-
-    run(scenario)
+    silent = await asyncio.start_server(knock, "127.0.0.1", 0)
+    supervisor.address = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+    command = [sys.executable, "-c", GATEWAY, msgspec.json.encode(supervisor.announcement).decode()]
+    process = psutil.Popen(command, stdout=subprocess.PIPE)
+    try:
+        await until(lambda: knocks > 1)
+        assert process.children() == []
+        silent.close()
+        if ending == "table":
+            supervisor.control.publish(table(plain("a-4.1")))
+            await supervisor.start(host_and_port(supervisor.address)[1])
+            url = (await asyncio.to_thread(process.stdout.readline)).decode().strip()
+            found = await asyncio.to_thread(httpx.post, f"{url}/v2/repository/index", trust_env=False)
+            assert [(one["name"], one["state"]) for one in found.json()] == [("a", "READY")]
+    finally:
+        process.terminate()
+        assert await asyncio.to_thread(process.wait) == 0
+        process.stdout.close()
+        await supervisor.control.close()
 
 
 def test_who_joins_has_the_clusters_settings_and_his_own_flags(tmp_path: Path) -> None:

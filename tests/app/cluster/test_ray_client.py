@@ -299,33 +299,27 @@ def test_a_head_that_is_gone_when_it_is_first_asked_is_named(
         never.set()
 
 
-def test_what_is_stored_is_found_until_it_is_deleted(
+async def test_what_is_stored_is_found_until_it_is_deleted(
     client: RayClient, storage: dict[tuple[bytes, bytes], bytes]
 ) -> None:
-    async def scenario() -> None:
-        assert await client.get("desired") is None
-        await client.put("desired", b"1")
-        await client.put("epoch", b"7")
-        await client.put("desired", b"2")
-        assert (await client.get("desired"), await client.get("epoch")) == (b"2", b"7")
-        await client.delete("desired")
-        assert await client.get("desired") is None
-        assert storage == {(b"headwater", b"epoch"): b"7"}
-
-    asyncio.run(scenario())
+    assert await client.get("desired") is None
+    await client.put("desired", b"1")
+    await client.put("epoch", b"7")
+    await client.put("desired", b"2")
+    assert (await client.get("desired"), await client.get("epoch")) == (b"2", b"7")
+    await client.delete("desired")
+    assert await client.get("desired") is None
+    assert storage == {(b"headwater", b"epoch"): b"7"}
 
 
-def test_a_machine_answers_while_its_raylet_listens(client: RayClient) -> None:
-    async def scenario() -> None:
-        server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        machine = Node("a1", {}, {}, {}, f"127.0.0.1:{port}")
-        assert await client.answers(machine)
-        server.close()
-        await server.wait_closed()
-        assert not await client.answers(machine)
-
-    asyncio.run(scenario())
+async def test_a_machine_answers_while_its_raylet_listens(client: RayClient) -> None:
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    machine = Node("a1", {}, {}, {}, f"127.0.0.1:{port}")
+    assert await client.answers(machine)
+    server.close()
+    await server.wait_closed()
+    assert not await client.answers(machine)
 
 
 def test_private_parts_of_ray_are_still_there() -> None:

@@ -8,7 +8,7 @@ import os
 import shutil
 import ssl
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,27 +97,22 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-def run(
-    scenario: Callable[[Bench], Awaitable[None]],
-    on_command: Callable[[Command], Awaitable[CommandAnswer]] | None = None,
-) -> None:
-    async def main() -> None:
-        with tempfile.TemporaryDirectory(prefix="hw-") as folder:
-            bench = Bench(Path(folder) / "control", on_command)
-            await bench.server.start(bench.path)
-            try:
-                await scenario(bench)
-            finally:
-                await bench.end()
-
-    asyncio.run(asyncio.wait_for(main(), 20))
+@contextlib.asynccontextmanager
+async def benched(on_command: Callable[[Command], Awaitable[CommandAnswer]] | None = None) -> AsyncIterator[Bench]:
+    with tempfile.TemporaryDirectory(prefix="hw-") as folder:
+        bench = Bench(Path(folder) / "control", on_command)
+        await bench.server.start(bench.path)
+        try:
+            yield bench
+        finally:
+            await bench.end()
 
 
 # Loads
 
 
-def test_what_workers_count_is_added_up_from_when_each_is_known_and_stays_when_one_goes() -> None:
-    async def scenario(bench: Bench) -> None:
+async def test_what_workers_count_is_added_up_from_when_each_is_known_and_stays_when_one_goes() -> None:
+    async with benched() as bench:
         first, following = await bench.worker()
         second, _ = await bench.worker()
         for worker, ended in ((first, 5), (first, 8), (second, 100), (second, 101)):
@@ -127,11 +122,9 @@ def test_what_workers_count_is_added_up_from_when_each_is_known_and_stays_when_o
         second.report(LoadReport(tallies=[Tally("c.2", 111, 1, [110])]))
         await until(lambda: bench.server.tallies["c.2"] == Tally("c.2", 14, 1, [13]))
 
-    run(scenario)
 
-
-def test_what_workers_say_last_of_their_load_is_known_until_they_leave() -> None:
-    async def scenario(bench: Bench) -> None:
+async def test_what_workers_say_last_of_their_load_is_known_until_they_leave() -> None:
+    async with benched() as bench:
         first, following = await bench.worker()
         second, _ = await bench.worker()
         one, other, later = (LoadReport([DeploymentLoad("a", rows, 0.1, 0.5, rows)]) for rows in (1, 2, 3))
@@ -145,14 +138,12 @@ def test_what_workers_say_last_of_their_load_is_known_until_they_leave() -> None
         following.cancel()
         await until(lambda: bench.server.loads() == [later])
 
-    run(scenario)
-
 
 # Tables
 
 
-def test_every_worker_gets_the_present_table_and_every_change() -> None:
-    async def scenario(bench: Bench) -> None:
+async def test_every_worker_gets_the_present_table_and_every_change() -> None:
+    async with benched() as bench:
         bench.server.publish(table("a"))
         workers = [SupervisorLink(nothing_in_flight).tables(bench.path) for _ in range(2)]
         assert [content(await anext(worker)) for worker in workers] == [table("a")] * 2
@@ -165,11 +156,9 @@ def test_every_worker_gets_the_present_table_and_every_change() -> None:
         for worker in workers:
             assert await anext(worker, None) is None
 
-    run(scenario)
 
-
-def test_after_the_first_table_only_changes_are_sent() -> None:
-    async def scenario(bench: Bench) -> None:
+async def test_after_the_first_table_only_changes_are_sent() -> None:
+    async with benched() as bench:
         bench.server.publish(table("a", "b"))
         reader, writer = await asyncio.open_unix_connection(bench.path)
         first = DOWNWARD.decode(await reader.readline())
@@ -181,11 +170,9 @@ def test_after_the_first_table_only_changes_are_sent() -> None:
         assert [one.name for one in change.deployments] == ["c"]
         writer.close()
 
-    run(scenario)
 
-
-def test_a_worker_that_missed_a_change_gets_the_whole_table() -> None:
-    async def scenario(bench: Bench) -> None:
+async def test_a_worker_that_missed_a_change_gets_the_whole_table() -> None:
+    async with benched() as bench:
         worker = SupervisorLink(nothing_in_flight).tables(bench.path)
         await anext(worker)
         (other,), bench.server._workers = bench.server._workers, set()
@@ -197,37 +184,32 @@ def test_a_worker_that_missed_a_change_gets_the_whole_table() -> None:
         bench.server.publish(table("b"))
         assert content(await anext(worker)) == table("b")
 
-    run(scenario)
 
-
-def test_a_worker_takes_only_later_tables(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_worker_takes_only_later_tables(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Whichever supervisor they are from."""
 
-    async def main() -> None:
-        link = SupervisorLink(nothing_in_flight)
-        found: list[tuple[str, int, int]] = []
-        for epoch, name in ((5, "first"), (4, "earlier"), (6, "next")):
-            server = ControlServer(epoch=epoch)
-            path = tmp_path / name
-            await server.start(path)
-            server.publish(table(name))
+    link = SupervisorLink(nothing_in_flight)
+    found: list[tuple[str, int, int]] = []
+    for epoch, name in ((5, "first"), (4, "earlier"), (6, "next")):
+        server = ControlServer(epoch=epoch)
+        path = tmp_path / name
+        await server.start(path)
+        server.publish(table(name))
 
-            async def follow(path: Path = path) -> None:
-                async for one in link.tables(path):
-                    found.append((one.deployments[0].name, one.epoch, one.version))
+        async def follow(path: Path = path) -> None:
+            async for one in link.tables(path):
+                found.append((one.deployments[0].name, one.epoch, one.version))
 
-            task = asyncio.create_task(follow())
-            await until(lambda name=name: name in caplog.text or name in str(found))  # type: ignore[misc]
-            await server.close()
-            await task
-        assert found == [("first", 5, 1), ("next", 6, 1)]
-
-    asyncio.run(asyncio.wait_for(main(), 20))
+        task = asyncio.create_task(follow())
+        await until(lambda name=name: name in caplog.text or name in str(found))  # type: ignore[misc]
+        await server.close()
+        await task
+    assert found == [("first", 5, 1), ("next", 6, 1)]
     assert "the table of an earlier supervisor is ignored (epoch 4, not 5)" in caplog.text
 
 
-def test_a_worker_that_leaves_is_forgotten() -> None:
-    async def scenario(bench: Bench) -> None:
+async def test_a_worker_that_leaves_is_forgotten() -> None:
+    async with benched() as bench:
         worker = SupervisorLink(nothing_in_flight).tables(bench.path)
         await anext(worker)
         await worker.aclose()
@@ -238,21 +220,17 @@ def test_a_worker_that_leaves_is_forgotten() -> None:
         assert content(await anext(other)) == table("a")
         await other.aclose()
 
-    run(scenario)
-
 
 # Commands
 
 
-def test_many_commands_at_once_each_get_their_own_answer() -> None:
+async def test_many_commands_at_once_each_get_their_own_answer() -> None:
     async def carry_out(command: Command) -> CommandAnswer:
         await gates[command.model].wait()
         return CommandAnswer(command.id, 200, {"did": f"{command.action} {command.model}"})
 
-    gates: dict[str, asyncio.Event] = {}
-
-    async def scenario(bench: Bench) -> None:
-        gates.update({str(number): asyncio.Event() for number in range(20)})
+    gates = {str(number): asyncio.Event() for number in range(20)}
+    async with benched(carry_out) as bench:
         (one, _), (other, _) = await bench.worker(), await bench.worker()
         asked = [
             asyncio.create_task((one if number % 2 else other).command("load", str(number))) for number in range(20)
@@ -262,29 +240,25 @@ def test_many_commands_at_once_each_get_their_own_answer() -> None:
             answer = await asked[number]
             assert (answer.status, answer.content) == (200, {"did": f"load {number}"})
 
-    run(scenario, carry_out)
 
-
-def test_a_command_that_fails_unexpectedly_is_answered_with_500(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_command_that_fails_unexpectedly_is_answered_with_500(caplog: pytest.LogCaptureFixture) -> None:
     async def carry_out(command: Command) -> CommandAnswer:
         raise RuntimeError("a mistake")
 
-    async def scenario(bench: Bench) -> None:
+    async with benched(carry_out) as bench:
         link, _ = await bench.worker()
         answer = await link.command("load", "a")
         assert answer.status == 500
         assert "load failed in the supervisor" in answer.content["error"]
         assert "a mistake" in caplog.text
 
-    run(scenario, carry_out)
 
-
-def test_a_supervisor_that_ends_fails_what_was_asked_of_it() -> None:
+async def test_a_supervisor_that_ends_fails_what_was_asked_of_it() -> None:
     async def carry_out(command: Command) -> CommandAnswer:
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def scenario(bench: Bench) -> None:
+    async with benched(carry_out) as bench:
         link, following = await bench.worker()
         asked = asyncio.create_task(link.command("unload", "a"))
         await asyncio.sleep(0)
@@ -295,50 +269,42 @@ def test_a_supervisor_that_ends_fails_what_was_asked_of_it() -> None:
         with pytest.raises(Unavailable, match="the supervisor is gone"):
             await link.command("unload", "a")
 
-    run(scenario, carry_out)
 
-
-def test_a_command_is_carried_out_although_its_worker_ends() -> None:
+async def test_a_command_is_carried_out_although_its_worker_ends() -> None:
     done = []
+    begun, go = asyncio.Event(), asyncio.Event()
 
     async def carry_out(command: Command) -> CommandAnswer:
-        events["begun"].set()
-        await events["go"].wait()
+        begun.set()
+        await go.wait()
         done.append(command.model)
         return CommandAnswer(command.id, 200, {})
 
-    events: dict[str, asyncio.Event] = {}
-
-    async def scenario(bench: Bench) -> None:
-        events.update(begun=asyncio.Event(), go=asyncio.Event())
+    async with benched(carry_out) as bench:
         link, following = await bench.worker()
         asked = asyncio.create_task(link.command("unload", "a"))
-        await events["begun"].wait()
+        await begun.wait()
         following.cancel()
         with pytest.raises(Unavailable):
             await asked
-        events["go"].set()
+        go.set()
         await bench.server.finish()
         assert done == ["a"]
-
-    run(scenario, carry_out)
 
 
 # Signs of life
 
 
-def test_a_worker_whose_event_loop_goes_round_answers_each_ping() -> None:
-    async def scenario(bench: Bench) -> None:
+async def test_a_worker_whose_event_loop_goes_round_answers_each_ping() -> None:
+    async with benched() as bench:
         await bench.worker()
         for _ in range(3):
             assert bench.server.ping() == {os.getpid(): 0}
             await until(lambda: not any(worker.unanswered for worker in bench.server._workers))
 
-    run(scenario)
 
-
-def test_pings_that_a_worker_does_not_answer_are_counted_until_it_does() -> None:
-    async def scenario(bench: Bench) -> None:
+async def test_pings_that_a_worker_does_not_answer_are_counted_until_it_does() -> None:
+    async with benched() as bench:
         reader, writer = await asyncio.open_unix_connection(bench.path)
         await reader.readline()
         assert [bench.server.ping() for _ in range(4)] == [{os.getpid(): count} for count in range(4)]
@@ -349,8 +315,6 @@ def test_pings_that_a_worker_does_not_answer_are_counted_until_it_does() -> None
         writer.close()
         await until(lambda: not bench.server.ping())
 
-    run(scenario)
-
 
 # Quarantine
 
@@ -359,8 +323,8 @@ def _note(found: list[tuple[str, bytes]], model: str, fingerprint: bytes) -> Non
     found.append((model, fingerprint))
 
 
-def test_what_one_worker_found_the_others_are_told() -> None:
-    async def scenario(bench: Bench) -> None:
+async def test_what_one_worker_found_the_others_are_told() -> None:
+    async with benched() as bench:
         told: list[list[tuple[str, bytes]]] = [[], [], []]
         links = []
         for found in told:
@@ -372,14 +336,12 @@ def test_what_one_worker_found_the_others_are_told() -> None:
         await until(lambda: [len(found) for found in told] == [1, 2, 1])
         assert told == [[("n", b"")], [("m", b"\x00\xff"), ("n", b"")], [("m", b"\x00\xff")]]
 
-    run(scenario)
-
 
 # Draining
 
 
-def test_what_one_worker_is_asked_to_cancel_the_others_cancel_and_count() -> None:
-    async def scenario(bench: Bench) -> None:
+async def test_what_one_worker_is_asked_to_cancel_the_others_cancel_and_count() -> None:
+    async with benched() as bench:
         asked: list[tuple[int, str]] = []
 
         def cancels(worker: int) -> Callable[[str], Awaitable[int]]:
@@ -397,16 +359,14 @@ def test_what_one_worker_is_asked_to_cancel_the_others_cancel_and_count() -> Non
         assert list(counts) == [1 + 2, 0 + 1]
         assert sorted(asked) == [(0, "key:other"), (1, "key:other"), (1, "mine"), (2, "mine")]
 
-    run(scenario)
-
 
 @pytest.mark.parametrize("ends", [False, True], ids=["says nothing", "ends"])
-def test_a_worker_that_does_not_say_what_it_cancelled_is_not_waited_for(
+async def test_a_worker_that_does_not_say_what_it_cancelled_is_not_waited_for(
     ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control_server, "CANCEL_TIMEOUT_S", 30 if ends else 0.05)
 
-    async def scenario(bench: Bench) -> None:
+    async with benched() as bench:
         link, _ = await bench.worker()
         reader, writer = await asyncio.open_unix_connection(bench.path)
         await reader.readline()  # the table
@@ -417,11 +377,9 @@ def test_a_worker_that_does_not_say_what_it_cancelled_is_not_waited_for(
         assert await asyncio.wait_for(counted, 10) == 0
         writer.close()
 
-    run(scenario)
 
-
-def test_draining_waits_for_every_worker_and_sums_what_they_say() -> None:
-    async def scenario(bench: Bench) -> None:
+async def test_draining_waits_for_every_worker_and_sums_what_they_say() -> None:
+    async with benched() as bench:
         gate = asyncio.Event()
         orders = []
 
@@ -442,11 +400,9 @@ def test_draining_waits_for_every_worker_and_sums_what_they_say() -> None:
         assert await draining == Drained(5, 1)
         assert (orders[0].model, orders[0].timeout_s, orders[0].replicas) == ("a", 9, ["a-1"])
 
-    run(scenario)
 
-
-def test_the_table_comes_before_the_order_to_drain() -> None:
-    async def scenario(bench: Bench) -> None:
+async def test_the_table_comes_before_the_order_to_drain() -> None:
+    async with benched() as bench:
         seen: list[str] = []
 
         async def note(order: Drain) -> Drained:
@@ -467,11 +423,9 @@ def test_the_table_comes_before_the_order_to_drain() -> None:
         await bench.server.close()
         await task
 
-    run(scenario)
 
-
-def test_a_worker_that_ends_while_it_drains_has_nothing_in_flight() -> None:
-    async def scenario(bench: Bench) -> None:
+async def test_a_worker_that_ends_while_it_drains_has_nothing_in_flight() -> None:
+    async with benched() as bench:
         begun = asyncio.Event()
 
         async def never(order: Drain) -> Drained:
@@ -485,15 +439,14 @@ def test_a_worker_that_ends_while_it_drains_has_nothing_in_flight() -> None:
         following.cancel()
         assert await draining == Drained()
 
-    run(scenario)
 
-
-def test_a_worker_that_never_says_that_it_has_drained_is_waited_for_no_longer_than_that(
+async def test_a_worker_that_never_says_that_it_has_drained_is_waited_for_no_longer_than_that(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("headwater_server.control.control_server.DRAIN_GRACE_S", 0.05)
 
-    async def scenario(bench: Bench) -> None:
+    async with benched() as bench:
+
         async def never(order: Drain) -> Drained:
             await asyncio.Event().wait()
             raise AssertionError
@@ -502,14 +455,10 @@ def test_a_worker_that_never_says_that_it_has_drained_is_waited_for_no_longer_th
         assert await bench.server.drain("a", 0.01) == Drained()
         assert "a: 1 gateway workers did not report in time that they have drained" in caplog.text
 
-    run(scenario)
 
-
-def test_without_workers_nothing_is_in_flight() -> None:
-    async def scenario(bench: Bench) -> None:
+async def test_without_workers_nothing_is_in_flight() -> None:
+    async with benched() as bench:
         assert await bench.server.drain("a", 9) == Drained()
-
-    run(scenario)
 
 
 # Gateways on other machines
@@ -560,20 +509,16 @@ class Far:
                 await writer.wait_closed()
 
 
-def run_far(
-    scenario: Callable[[Far], Awaitable[None]], tls: PeerTls | None = None, *, is_successor: bool = False
-) -> None:
-    async def main() -> None:
-        far = Far()
-        start = far.server.start_for_gateways
-        far.port = await start("127.0.0.1", 0, "secret", tls, is_successor=is_successor)
-        far.server.publish(table("a"))
-        try:
-            await scenario(far)
-        finally:
-            await far.close()
-
-    asyncio.run(asyncio.wait_for(main(), 20))
+@contextlib.asynccontextmanager
+async def opened(tls: PeerTls | None = None, *, is_successor: bool = False) -> AsyncIterator[Far]:
+    far = Far()
+    start = far.server.start_for_gateways
+    far.port = await start("127.0.0.1", 0, "secret", tls, is_successor=is_successor)
+    far.server.publish(table("a"))
+    try:
+        yield far
+    finally:
+        await far.close()
 
 
 async def heard(reader: asyncio.StreamReader) -> bytes:
@@ -584,8 +529,8 @@ async def heard(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-def test_a_gateway_stands_for_all_its_workers() -> None:
-    async def scenario(far: Far) -> None:
+async def test_a_gateway_stands_for_all_its_workers() -> None:
+    async with opened() as far:
         readers = [await far.connect(encode_line(Hello("secret", workers))) for workers in (3, 2)]
         for reader in readers:
             assert content(DOWNWARD.decode(await reader.readline())) == table("a")
@@ -594,8 +539,6 @@ def test_a_gateway_stands_for_all_its_workers() -> None:
         far._writers[0].close()
         await until(lambda: far.server.workers == 2)
         assert sorted(far.counts) in ([2, 2, 5], [2, 3, 5])
-
-    run_far(scenario)
 
 
 @pytest.mark.parametrize(
@@ -611,52 +554,44 @@ def test_a_gateway_stands_for_all_its_workers() -> None:
         b"\n",
     ],
 )
-def test_who_does_not_know_the_token_is_told_nothing(first: bytes) -> None:
-    async def scenario(far: Far) -> None:
+async def test_who_does_not_know_the_token_is_told_nothing(first: bytes) -> None:
+    async with opened() as far:
         assert await heard(await far.connect(first)) == b""
         assert (far.server.workers, far.counts) == (0, [])
 
-    run_far(scenario)
 
-
-def test_who_sends_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_sends_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_server, "HELLO_TIMEOUT_S", 0.05)
 
-    async def scenario(far: Far) -> None:
+    async with opened() as far:
         assert await heard(await far.connect(b'{"type":"hello"')) == b""
         assert far.counts == []
-
-    run_far(scenario)
 
 
 @pytest.mark.parametrize("size", [200_000, 2_000_000])
 @pytest.mark.parametrize("first", [b"", encode_line(Hello("secret", 3))])
-def test_a_message_without_an_end_is_read_up_to_a_bound(
+async def test_a_message_without_an_end_is_read_up_to_a_bound(
     first: bytes, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control_server, "HELLO_TIMEOUT_S", 600)
     monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", 64 * 1024)
 
-    async def scenario(far: Far) -> None:
+    async with opened() as far:
         told = await heard(await far.connect(first + b"x" * size))
         assert told.count(b"\n") <= len(first.splitlines())  # the table, for a gateway
         await until(lambda: far.server.workers == 0)
 
-    run_far(scenario)
 
-
-def test_a_second_hello_ends_a_gateway(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(far: Far) -> None:
+async def test_a_second_hello_ends_a_gateway(caplog: pytest.LogCaptureFixture) -> None:
+    async with opened() as far:
         hello = encode_line(Hello("secret", 3))
         assert (await heard(await far.connect(hello + hello))).count(b"\n") == 1  # the table
         assert far.counts == [3, 0]
-
-    run_far(scenario)
     assert "invalid message from a gateway worker: hello again" in caplog.text
 
 
-def test_a_gateway_from_which_nothing_comes_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(far: Far) -> None:
+async def test_a_gateway_from_which_nothing_comes_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened() as far:
         reader = await far.gateway("g")
         far.server.ping()
         assert (await reader.readline()).strip() == b'{"type":"ping"}'
@@ -669,8 +604,6 @@ def test_a_gateway_from_which_nothing_comes_is_dropped(monkeypatch: pytest.Monke
         await heard(reader)
         await until(lambda: far.server.is_deserted)
 
-    run_far(scenario)
-
 
 # Gateways that come again
 
@@ -682,8 +615,8 @@ def order(line: bytes) -> Drain:
 
 
 @pytest.mark.parametrize("has_left", [False, True])
-def test_a_gateway_that_comes_again_is_asked_again_what_it_has_in_flight(has_left: bool) -> None:
-    async def scenario(far: Far) -> None:
+async def test_a_gateway_that_comes_again_is_asked_again_what_it_has_in_flight(has_left: bool) -> None:
+    async with opened() as far:
         reader = await far.gateway("g")
         drain = far.drain()
         first = order(await reader.readline())
@@ -697,11 +630,9 @@ def test_a_gateway_that_comes_again_is_asked_again_what_it_has_in_flight(has_lef
         far.say(Drained(2, 1, second.id))
         assert await drain == Drained(2, 1)
 
-    run_far(scenario)
 
-
-def test_a_drain_waits_for_a_gateway_that_is_away() -> None:
-    async def scenario(far: Far) -> None:
+async def test_a_drain_waits_for_a_gateway_that_is_away() -> None:
+    async with opened() as far:
         await far.gateway("g")
         await far.leave()
         assert not far.server.is_deserted
@@ -711,13 +642,11 @@ def test_a_drain_waits_for_a_gateway_that_is_away() -> None:
         far.say(Drained(1, 0, found.id))
         assert await drain == Drained(1, 0)
 
-    run_far(scenario)
 
-
-def test_a_gateway_that_stays_away_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_gateway_that_stays_away_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_server, "GATEWAY_GONE_S", 0.2)
 
-    async def scenario(far: Far) -> None:
+    async with opened() as far:
         await far.gateway("g")
         await far.leave()
         began_s = asyncio.get_running_loop().time()
@@ -725,11 +654,9 @@ def test_a_gateway_that_stays_away_is_gone(monkeypatch: pytest.MonkeyPatch) -> N
         assert 0 < asyncio.get_running_loop().time() - began_s < 10
         assert far.server.is_deserted
 
-    run_far(scenario)
 
-
-def test_a_gateway_that_says_goodbye_is_not_waited_for() -> None:
-    async def scenario(far: Far) -> None:
+async def test_a_gateway_that_says_goodbye_is_not_waited_for() -> None:
+    async with opened() as far:
         reader = await far.gateway("g")
         drain = far.drain()
         order(await reader.readline())
@@ -740,39 +667,36 @@ def test_a_gateway_that_says_goodbye_is_not_waited_for() -> None:
         await until(lambda: far.counts[-1] == 0)
         assert far.server.is_deserted
 
-    run_far(scenario)
-
 
 @pytest.mark.slow
-def test_a_supervisors_successor_waits_for_the_gateways_that_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_supervisors_successor_waits_for_the_gateways_that_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_server, "GATEWAY_GONE_S", 1.0)
 
-    async def scenario(far: Far) -> None:
+    async with opened(is_successor=True) as far:
         drain = far.drain()
         found = order(await (await far.gateway("g")).readline())
         assert not drain.done()
         far.say(Drained(1, 0, found.id))
         assert await drain == Drained(1, 0)
 
-    run_far(scenario, is_successor=True)
 
-
-def test_a_supervisors_successor_is_not_deserted_while_gateways_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(far: Far) -> None:
+async def test_a_supervisors_successor_is_not_deserted_while_gateways_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(is_successor=True) as far:
         assert not far.server.is_deserted
         await far.gateway("g")
         far.say(Goodbye())
         await until(lambda: far.server.workers == 0)
         assert not far.server.is_deserted
-
-    run_far(scenario, is_successor=True)
     monkeypatch.setattr(control_server, "GATEWAY_GONE_S", 0)
-    run_far(lambda far: until(lambda: far.server.is_deserted), is_successor=True)
+    async with opened(is_successor=True) as far:
+        await until(lambda: far.server.is_deserted)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 @pytest.mark.parametrize("who", ["peer", "other-name", "stranger", "nobody", "plain"])
-def test_only_peers_of_the_cluster_may_say_hello(who: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_only_peers_of_the_cluster_may_say_hello(
+    who: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     signer = authority(tmp_path)
     server = PeerTls(issue(signer, tmp_path / "server"))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -782,7 +706,7 @@ def test_only_peers_of_the_cluster_may_say_hello(who: str, tmp_path: Path, caplo
         folder = issue(authority(tmp_path, who) if who == "stranger" else signer, tmp_path / "client", name=name)
         context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
 
-    async def scenario(far: Far) -> None:
+    async with opened(server) as far:
         options = {} if who == "plain" else {"ssl": context, "server_hostname": "headwater"}
         try:
             reader = await far.connect(encode_line(Hello("secret", 3)), **options)
@@ -791,17 +715,15 @@ def test_only_peers_of_the_cluster_may_say_hello(who: str, tmp_path: Path, caplo
             found = b""
         assert bool(found) is (who == "peer")
         assert far.server.workers == (3 if who == "peer" else 0)
-
-    run_far(scenario, server)
     assert ("a gateway whose certificate has another name was refused" in caplog.text) is (who == "other-name")
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
-def test_new_connections_have_the_renewed_certificate(tmp_path: Path) -> None:
+async def test_new_connections_have_the_renewed_certificate(tmp_path: Path) -> None:
     signer = authority(tmp_path)
     server, client = (PeerTls(issue(signer, tmp_path / name)) for name in ("server", "client"))
 
-    async def scenario(far: Far) -> None:
+    async with opened(server) as far:
         shown = []
         for _ in range(2):
             context = client.client_context()
@@ -813,5 +735,3 @@ def test_new_connections_have_the_renewed_certificate(tmp_path: Path) -> None:
             server.renew()
         assert shown[0] != shown[1]
         assert far.server.workers == 2
-
-    run_far(scenario, server)

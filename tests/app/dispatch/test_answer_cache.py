@@ -22,7 +22,7 @@ from headwater_server.dispatch.answer_cache import ENTRY_BYTES, TENSOR_BYTES, Ke
 from headwater_server.errors import BadRequest, CallableFailed, Cancelled, DeadlineExceeded, HeadwaterError, Unavailable
 from headwater_server.telemetry.recorder import CacheMeter
 from headwater_server.telemetry.store import SeriesKey, Store
-from tests.app.dispatch.test_dispatcher import Bench, Call, Replica, run, settle
+from tests.app.dispatch.test_dispatcher import Bench, Call, Replica, settle
 from tests.counted import count_from_zero, counts_of
 
 SHARE = CacheShare(1 << 20)
@@ -233,282 +233,231 @@ async def computed(bench: CachedBench, *values: float, **fields: Any) -> tuple[s
     return told(await task)
 
 
-def test_an_equal_request_is_answered_without_the_model() -> None:
-    async def scenario() -> None:
-        bench = CachedBench()
-        assert await computed(bench, 1, 2) == ("miss", [2, 4])
-        assert await computed(bench, 1, 2) == ("hit", [2, 4])
-        assert await computed(bench, 1, 2, row={"k": 1}) == ("miss", [2, 4])
-        assert len(bench.calls) == 2
-        counts = counts_of("m")
-        assert counts.total("headwater_rows") == 6
-        assert counts.total("headwater_answer_cache_requests") == 3
-        (gauge,) = [value for one, value in bench.dispatcher.gauges().items() if value]
-        assert gauge == 2 * (ENTRY_BYTES + TENSOR_BYTES + len("y") + 8)
-
-    run(scenario)
+async def test_an_equal_request_is_answered_without_the_model() -> None:
+    bench = CachedBench()
+    assert await computed(bench, 1, 2) == ("miss", [2, 4])
+    assert await computed(bench, 1, 2) == ("hit", [2, 4])
+    assert await computed(bench, 1, 2, row={"k": 1}) == ("miss", [2, 4])
+    assert len(bench.calls) == 2
+    counts = counts_of("m")
+    assert counts.total("headwater_rows") == 6
+    assert counts.total("headwater_answer_cache_requests") == 3
+    (gauge,) = [value for one, value in bench.dispatcher.gauges().items() if value]
+    assert gauge == 2 * (ENTRY_BYTES + TENSOR_BYTES + len("y") + 8)
 
 
-def test_without_a_cache_nothing_is_kept() -> None:
-    async def scenario() -> None:
-        bench = CachedBench(None)
-        assert await computed(bench, 1) == ("", [2])
-        assert await computed(bench, 1) == ("", [2])
-        assert len(bench.calls) == 2
-
-    run(scenario)
+async def test_without_a_cache_nothing_is_kept() -> None:
+    bench = CachedBench(None)
+    assert await computed(bench, 1) == ("", [2])
+    assert await computed(bench, 1) == ("", [2])
+    assert len(bench.calls) == 2
 
 
-def test_equal_requests_at_once_are_computed_once() -> None:
-    async def scenario() -> None:
-        bench = CachedBench()
-        tasks = [bench.ask(1) for _ in range(5)]
+async def test_equal_requests_at_once_are_computed_once() -> None:
+    bench = CachedBench()
+    tasks = [bench.ask(1) for _ in range(5)]
+    await settle()
+    assert bench.values == [[1]]
+    assert bench.dispatcher.in_flight == 5
+    bench.calls[0].answer()
+    assert [told(await task) for task in tasks] == [("miss", [2])] + 4 * [("shared", [2])]
+    assert bench.dispatcher.in_flight == 0
+
+
+async def test_a_more_urgent_request_does_not_wait_in_the_queue_for_an_equal_one() -> None:
+    bench = CachedBench(replicas=1)
+    busy = bench.ask(9)
+    await settle()
+    late, waits = bench.ask(1, priority=10), bench.ask(1, priority=10)
+    between = bench.ask(2, 2, 2, 2, priority=5)
+    await settle()
+    urgent, equal = bench.ask(1, priority=1), bench.ask(1, priority=1)
+    await settle()
+    bench.calls[0].answer()
+    await settle()
+    assert bench.values == [[9], [1]]
+    bench.calls[1].answer()
+    assert [told(await task) for task in (urgent, waits, equal)] == [("miss", [2]), *[("shared", [2])] * 2]
+    for call in (2, 3):
         await settle()
-        assert bench.values == [[1]]
-        assert bench.dispatcher.in_flight == 5
-        bench.calls[0].answer()
-        assert [told(await task) for task in tasks] == [("miss", [2])] + 4 * [("shared", [2])]
-        assert bench.dispatcher.in_flight == 0
-
-    run(scenario)
+        bench.calls[call].answer()
+    assert told(await between) == ("miss", [4] * 4)
+    assert told(await late) == ("miss", [2])
+    assert (await busy).cache == "miss"
+    assert await computed(bench, 1) == ("hit", [2])
 
 
-def test_a_more_urgent_request_does_not_wait_in_the_queue_for_an_equal_one() -> None:
-    async def scenario() -> None:
-        bench = CachedBench(replicas=1)
-        busy = bench.ask(9)
-        await settle()
-        late, waits = bench.ask(1, priority=10), bench.ask(1, priority=10)
-        between = bench.ask(2, 2, 2, 2, priority=5)
-        await settle()
-        urgent, equal = bench.ask(1, priority=1), bench.ask(1, priority=1)
-        await settle()
-        bench.calls[0].answer()
-        await settle()
-        assert bench.values == [[9], [1]]
-        bench.calls[1].answer()
-        assert [told(await task) for task in (urgent, waits, equal)] == [("miss", [2]), *[("shared", [2])] * 2]
-        for call in (2, 3):
-            await settle()
-            bench.calls[call].answer()
-        assert told(await between) == ("miss", [4] * 4)
-        assert told(await late) == ("miss", [2])
-        assert (await busy).cache == "miss"
-        assert await computed(bench, 1) == ("hit", [2])
-
-    run(scenario)
+async def test_what_is_being_computed_is_waited_for_however_urgent_a_request_is() -> None:
+    bench = CachedBench()
+    first = bench.ask(1, priority=10)
+    await settle()
+    urgent = bench.ask(1, priority=1)
+    await settle()
+    assert bench.values == [[1]]
+    bench.calls[0].answer()
+    assert [told(await task) for task in (first, urgent)] == [("miss", [2]), ("shared", [2])]
 
 
-def test_what_is_being_computed_is_waited_for_however_urgent_a_request_is() -> None:
-    async def scenario() -> None:
-        bench = CachedBench()
-        first = bench.ask(1, priority=10)
-        await settle()
-        urgent = bench.ask(1, priority=1)
-        await settle()
-        assert bench.values == [[1]]
-        bench.calls[0].answer()
-        assert [told(await task) for task in (first, urgent)] == [("miss", [2]), ("shared", [2])]
-
-    run(scenario)
-
-
-def test_whichever_of_two_computations_stays_answers_those_that_wait() -> None:
-    async def scenario() -> None:
-        bench = CachedBench(replicas=1)
-        busy = bench.ask(9)
-        await settle()
-        late, waits = bench.ask(1, priority=10), bench.ask(1, priority=10)
-        await settle()
-        urgent = bench.ask(1, priority=1)
-        await settle()
-        urgent.cancel()
-        await settle()
-        bench.calls[0].answer()
-        await settle()
-        assert bench.values == [[9], [1]]
-        bench.calls[1].answer()
-        assert [told(await task) for task in (late, waits)] == [("miss", [2]), ("shared", [2])]
-        assert (await busy).cache == "miss"
-
-    run(scenario)
+async def test_whichever_of_two_computations_stays_answers_those_that_wait() -> None:
+    bench = CachedBench(replicas=1)
+    busy = bench.ask(9)
+    await settle()
+    late, waits = bench.ask(1, priority=10), bench.ask(1, priority=10)
+    await settle()
+    urgent = bench.ask(1, priority=1)
+    await settle()
+    urgent.cancel()
+    await settle()
+    bench.calls[0].answer()
+    await settle()
+    assert bench.values == [[9], [1]]
+    bench.calls[1].answer()
+    assert [told(await task) for task in (late, waits)] == [("miss", [2]), ("shared", [2])]
+    assert (await busy).cache == "miss"
 
 
-def test_the_most_urgent_of_those_that_wait_computes_next() -> None:
-    async def scenario() -> None:
-        bench = CachedBench(replicas=1)
-        first = bench.ask(1, priority=1)
-        await settle()
-        waiting = [bench.ask(1, priority=priority) for priority in (10, 2, 5)]
-        await settle()
-        first.cancel()
-        await settle()
-        bench.calls[0].answer()
-        await settle()
-        bench.calls[1].answer()
-        assert [told(await task)[0] for task in waiting] == ["shared", "miss", "shared"]
-
-    run(scenario)
+async def test_the_most_urgent_of_those_that_wait_computes_next() -> None:
+    bench = CachedBench(replicas=1)
+    first = bench.ask(1, priority=1)
+    await settle()
+    waiting = [bench.ask(1, priority=priority) for priority in (10, 2, 5)]
+    await settle()
+    first.cancel()
+    await settle()
+    bench.calls[0].answer()
+    await settle()
+    bench.calls[1].answer()
+    assert [told(await task)[0] for task in waiting] == ["shared", "miss", "shared"]
 
 
-def test_large_inputs_are_found_again() -> None:
-    async def scenario() -> None:
-        bench = CachedBench(CacheShare(1 << 24), replicas=1)
-        values = [float(n) for n in range(100_000)]
-        task = bench.ask(*values, rows=1)
-        await bench.replicas["m-0"].called.wait()
-        bench.calls[0].answer()
-        assert (await task).cache == "miss"
-        assert (await bench.ask(*values, rows=1)).cache == "hit"
-
-    run(scenario)
+async def test_large_inputs_are_found_again() -> None:
+    bench = CachedBench(CacheShare(1 << 24), replicas=1)
+    values = [float(n) for n in range(100_000)]
+    task = bench.ask(*values, rows=1)
+    await bench.replicas["m-0"].called.wait()
+    bench.calls[0].answer()
+    assert (await task).cache == "miss"
+    assert (await bench.ask(*values, rows=1)).cache == "hit"
 
 
 @pytest.mark.parametrize("how", ["client", "id", "deadline"])
-def test_if_the_one_that_is_computed_leaves_the_next_one_computes(how: str) -> None:
-    async def scenario() -> None:
-        bench = CachedBench()
-        first = bench.ask(1, cancel_id="a", timeout_us=1000 if how == "deadline" else 0)
-        await settle()
-        others = [bench.ask(1), bench.ask(1)]
-        await settle()
-        if how == "client":
-            first.cancel()
-        elif how == "id":
-            assert bench.dispatcher.cancel("a") == 1
-        expected = {"client": asyncio.CancelledError, "id": Cancelled, "deadline": DeadlineExceeded}
-        with pytest.raises(expected[how]):
-            await first
-        await settle()
-        assert bench.values == [[1], [1]]  # once more, not once for each
-        bench.calls[1].answer()
-        assert [told(await task) for task in others] == [("miss", [2]), ("shared", [2])]
-        assert await computed(bench, 1) == ("hit", [2])
-
-    run(scenario)
-
-
-def test_one_that_leaves_as_it_is_to_compute_hands_on() -> None:
-    async def scenario() -> None:
-        bench = CachedBench()
-        first, second, third = bench.ask(1), bench.ask(1), bench.ask(1)
-
-        def leave() -> None:
-            assert first.done()
-            second.cancel()  # it is to compute now, and has not begun yet
-
-        await settle()
+async def test_if_the_one_that_is_computed_leaves_the_next_one_computes(how: str) -> None:
+    bench = CachedBench()
+    first = bench.ask(1, cancel_id="a", timeout_us=1000 if how == "deadline" else 0)
+    await settle()
+    others = [bench.ask(1), bench.ask(1)]
+    await settle()
+    if how == "client":
         first.cancel()
-        asyncio.get_running_loop().call_soon(leave)
-        await settle()
-        assert second.cancelled()
-        assert len(bench.calls) == 2
-        bench.calls[1].answer()
-        assert told(await third) == ("miss", [2])
-
-    run(scenario)
-
-
-def test_if_it_fails_each_of_the_others_is_computed() -> None:
-    async def scenario() -> None:
-        bench = CachedBench(replicas=1)
-        tasks = [bench.ask(1) for _ in range(3)]
-        await settle()
-        bench.calls[0].answer([RowReport(Status.RAISED, "CallableFailed: by chance")])
-        with pytest.raises(CallableFailed):
-            await tasks[0]
-        await settle()
-        assert bench.values == [[1], [1, 1]]
-        reports = [RowReport(Status.OK), RowReport(Status.RAISED, "CallableFailed: by chance")]
-        bench.calls[1].answer(reports)
-        assert told(await tasks[1]) == ("miss", [2])
-        with pytest.raises(CallableFailed):
-            await tasks[2]
-
-    run(scenario)
+    elif how == "id":
+        assert bench.dispatcher.cancel("a") == 1
+    expected = {"client": asyncio.CancelledError, "id": Cancelled, "deadline": DeadlineExceeded}
+    with pytest.raises(expected[how]):
+        await first
+    await settle()
+    assert bench.values == [[1], [1]]  # once more, not once for each
+    bench.calls[1].answer()
+    assert [told(await task) for task in others] == [("miss", [2]), ("shared", [2])]
+    assert await computed(bench, 1) == ("hit", [2])
 
 
-def test_a_failure_is_not_kept() -> None:
-    async def scenario() -> None:
-        bench = CachedBench()
-        task = bench.ask(1)
-        await settle()
-        bench.calls[0].answer([RowReport(Status.BAD_INPUT, "BadInput: no")])
-        with pytest.raises(BadRequest):
+async def test_one_that_leaves_as_it_is_to_compute_hands_on() -> None:
+    bench = CachedBench()
+    first, second, third = bench.ask(1), bench.ask(1), bench.ask(1)
+
+    def leave() -> None:
+        assert first.done()
+        second.cancel()  # it is to compute now, and has not begun yet
+
+    await settle()
+    first.cancel()
+    asyncio.get_running_loop().call_soon(leave)
+    await settle()
+    assert second.cancelled()
+    assert len(bench.calls) == 2
+    bench.calls[1].answer()
+    assert told(await third) == ("miss", [2])
+
+
+async def test_if_it_fails_each_of_the_others_is_computed() -> None:
+    bench = CachedBench(replicas=1)
+    tasks = [bench.ask(1) for _ in range(3)]
+    await settle()
+    bench.calls[0].answer([RowReport(Status.RAISED, "CallableFailed: by chance")])
+    with pytest.raises(CallableFailed):
+        await tasks[0]
+    await settle()
+    assert bench.values == [[1], [1, 1]]
+    reports = [RowReport(Status.OK), RowReport(Status.RAISED, "CallableFailed: by chance")]
+    bench.calls[1].answer(reports)
+    assert told(await tasks[1]) == ("miss", [2])
+    with pytest.raises(CallableFailed):
+        await tasks[2]
+
+
+async def test_a_failure_is_not_kept() -> None:
+    bench = CachedBench()
+    task = bench.ask(1)
+    await settle()
+    bench.calls[0].answer([RowReport(Status.BAD_INPUT, "BadInput: no")])
+    with pytest.raises(BadRequest):
+        await task
+    assert await computed(bench, 1) == ("miss", [2])
+
+
+async def test_one_that_waits_has_a_deadline_of_its_own() -> None:
+    bench = CachedBench()
+    first, second = bench.ask(1), bench.ask(1, timeout_us=1000)
+    with pytest.raises(DeadlineExceeded, match="while an equal request was computed"):
+        await second
+    bench.calls[0].answer()
+    assert told(await first) == ("miss", [2])
+
+
+async def test_one_that_waits_can_be_cancelled_and_ended() -> None:
+    bench = CachedBench()
+    first, second, third = bench.ask(1), bench.ask(1, cancel_id="b"), bench.ask(1)
+    await settle()
+    assert bench.dispatcher.cancel("b") == 1
+    with pytest.raises(Cancelled):
+        await second
+    for fail in bench.dispatcher.under_way(None):
+        fail(Unavailable("over", retry_after_s=1))
+    for task in (first, third):
+        with pytest.raises(Unavailable, match="over"):
             await task
-        assert await computed(bench, 1) == ("miss", [2])
-
-    run(scenario)
+    assert bench.dispatcher.in_flight == 0
 
 
-def test_one_that_waits_has_a_deadline_of_its_own() -> None:
-    async def scenario() -> None:
-        bench = CachedBench()
-        first, second = bench.ask(1), bench.ask(1, timeout_us=1000)
-        with pytest.raises(DeadlineExceeded, match="while an equal request was computed"):
-            await second
-        bench.calls[0].answer()
-        assert told(await first) == ("miss", [2])
-
-    run(scenario)
-
-
-def test_one_that_waits_can_be_cancelled_and_ended() -> None:
-    async def scenario() -> None:
-        bench = CachedBench()
-        first, second, third = bench.ask(1), bench.ask(1, cancel_id="b"), bench.ask(1)
-        await settle()
-        assert bench.dispatcher.cancel("b") == 1
-        with pytest.raises(Cancelled):
-            await second
-        for fail in bench.dispatcher.under_way(None):
-            fail(Unavailable("over", retry_after_s=1))
-        for task in (first, third):
-            with pytest.raises(Unavailable, match="over"):
-                await task
-        assert bench.dispatcher.in_flight == 0
-
-    run(scenario)
+async def test_a_reload_empties_it() -> None:
+    bench = CachedBench()
+    await computed(bench, 1)
+    old = bench.ask(2)
+    await settle()
+    bench.reload(generation=1)
+    assert await computed(bench, 1) == ("miss", [2])
+    bench.calls[1].answer()  # by the former version, after the switch
+    assert told(await old) == ("miss", [4])
+    assert await computed(bench, 2) == ("miss", [4])
 
 
-def test_a_reload_empties_it() -> None:
-    async def scenario() -> None:
-        bench = CachedBench()
-        await computed(bench, 1)
-        old = bench.ask(2)
-        await settle()
-        bench.reload(generation=1)
-        assert await computed(bench, 1) == ("miss", [2])
-        bench.calls[1].answer()  # by the former version, after the switch
-        assert told(await old) == ("miss", [4])
-        assert await computed(bench, 2) == ("miss", [4])
-
-    run(scenario)
+async def test_an_unload_frees_it_and_no_replica_means_no_answer() -> None:
+    bench = CachedBench()
+    await computed(bench, 1)
+    bench.reload(replicas=(), state=State.UNAVAILABLE, is_set_aside=True)
+    with pytest.raises(Unavailable):
+        await bench.ask(1)
+    assert not any(bench.dispatcher.gauges().values())
 
 
-def test_an_unload_frees_it_and_no_replica_means_no_answer() -> None:
-    async def scenario() -> None:
-        bench = CachedBench()
-        await computed(bench, 1)
-        bench.reload(replicas=(), state=State.UNAVAILABLE, is_set_aside=True)
-        with pytest.raises(Unavailable):
-            await bench.ask(1)
-        assert not any(bench.dispatcher.gauges().values())
-
-    run(scenario)
-
-
-def test_answers_are_kept_by_api_key_if_so_configured() -> None:
-    async def scenario() -> None:
-        bench = CachedBench(CacheShare(1 << 20, per_key=True))
-        assert await computed(bench, 1, owner="a") == ("miss", [2])
-        assert await computed(bench, 1, owner="b") == ("miss", [2])
-        assert await computed(bench, 1, owner="a") == ("hit", [2])
-        bench.reload(cache=SHARE)
-        assert await computed(bench, 1, owner="a") == ("miss", [2])
-        assert await computed(bench, 1, owner="b") == ("hit", [2])
-
-    run(scenario)
+async def test_answers_are_kept_by_api_key_if_so_configured() -> None:
+    bench = CachedBench(CacheShare(1 << 20, per_key=True))
+    assert await computed(bench, 1, owner="a") == ("miss", [2])
+    assert await computed(bench, 1, owner="b") == ("miss", [2])
+    assert await computed(bench, 1, owner="a") == ("hit", [2])
+    bench.reload(cache=SHARE)
+    assert await computed(bench, 1, owner="a") == ("miss", [2])
+    assert await computed(bench, 1, owner="b") == ("hit", [2])
 
 
 STEPS = st.lists(
@@ -519,50 +468,47 @@ STEPS = st.lists(
 @pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(st.integers(0, 3), STEPS)
-def test_whoever_stays_gets_the_right_answer(entries: int, steps: list[tuple[str, int]]) -> None:
+async def test_whoever_stays_gets_the_right_answer(entries: int, steps: list[tuple[str, int]]) -> None:
     """Whatever fails, leaves, is evicted or reloaded meanwhile; the model of each version adds its number."""
 
-    async def scenario() -> None:
-        bench = CachedBench(CacheShare(entries * (ENTRY_BYTES + TENSOR_BYTES + 5)))
-        asked: list[tuple[asyncio.Task[Answer], int, int]] = []
-        made: dict[int, int] = {}  # the version of each call
-        version = failures = 0
-        for action, n in [*steps, *[("answer", 0)] * 200]:
-            await settle()
-            for at in range(len(made), len(bench.calls)):
-                made[at] = version
-            open_calls = [at for at, call in enumerate(bench.calls) if not call.answered.done()]
-            if action == "ask":
-                asked.append((bench.ask(n), n, version))
-            elif action == "leave" and asked:
-                asked[n % len(asked)][0].cancel()
-            elif action == "reload":
-                version += 1
-                bench.reload(generation=version)
-            elif action in ("answer", "fail") and open_calls:
-                at = open_calls[n % len(open_calls)]
-                call = bench.calls[at]
-                if action == "fail":
-                    failures += 1
-                    call.answer([RowReport(Status.RAISED, "CallableFailed: by chance")] * call.rows)
-                else:
-                    data = np.array([100 * made[at] + value for value in call.values], np.float32).tobytes()
-                    call.give({"y": RawTensor("FP32", tuple(call.shape), data)})
+    bench = CachedBench(CacheShare(entries * (ENTRY_BYTES + TENSOR_BYTES + 5)))
+    asked: list[tuple[asyncio.Task[Answer], int, int]] = []
+    made: dict[int, int] = {}  # the version of each call
+    version = failures = 0
+    for action, n in [*steps, *[("answer", 0)] * 200]:
         await settle()
-        assert bench.dispatcher.in_flight == 0
-        failed = 0
-        for task, n, since in asked:
-            assert task.done()
-            if task.cancelled():
-                continue
-            error = task.exception()
-            if error is not None:
-                assert isinstance(error, HeadwaterError)
-                failed += 1
-                continue
-            _, (value,) = told(task.result())
-            assert value % 100 == n
-            assert since <= value // 100 <= version  # never of a version before the request
-        assert not failed or failures
-
-    run(scenario)
+        for at in range(len(made), len(bench.calls)):
+            made[at] = version
+        open_calls = [at for at, call in enumerate(bench.calls) if not call.answered.done()]
+        if action == "ask":
+            asked.append((bench.ask(n), n, version))
+        elif action == "leave" and asked:
+            asked[n % len(asked)][0].cancel()
+        elif action == "reload":
+            version += 1
+            bench.reload(generation=version)
+        elif action in ("answer", "fail") and open_calls:
+            at = open_calls[n % len(open_calls)]
+            call = bench.calls[at]
+            if action == "fail":
+                failures += 1
+                call.answer([RowReport(Status.RAISED, "CallableFailed: by chance")] * call.rows)
+            else:
+                data = np.array([100 * made[at] + value for value in call.values], np.float32).tobytes()
+                call.give({"y": RawTensor("FP32", tuple(call.shape), data)})
+    await settle()
+    assert bench.dispatcher.in_flight == 0
+    failed = 0
+    for task, n, since in asked:
+        assert task.done()
+        if task.cancelled():
+            continue
+        error = task.exception()
+        if error is not None:
+            assert isinstance(error, HeadwaterError)
+            failed += 1
+            continue
+        _, (value,) = told(task.result())
+        assert value % 100 == n
+        assert since <= value // 100 <= version  # never of a version before the request
+    assert not failed or failures

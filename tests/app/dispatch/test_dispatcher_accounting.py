@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headwater_server.control.routing import ReplicaRoute
 from headwater_server.dispatch.admission import QueueBudget
 from headwater_server.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
-from tests.app.dispatch.test_dispatcher import NUMBERS, Bench, Call, numbers, run, settle
+from tests.app.dispatch.test_dispatcher import NUMBERS, Bench, Call, numbers, settle
 from tests.app.dispatch.test_queue import held
 from tests.counted import count_from_zero, requests_of
 
@@ -123,36 +123,33 @@ class Deployment:
     st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_at_the_end_every_request_has_ended_and_all_counters_are_zero(
+async def test_at_the_end_every_request_has_ended_and_all_counters_are_zero(
     events: list[tuple[int, str, int]], is_closed: bool, chance: Any
 ) -> None:
-    async def scenario() -> None:
-        told: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
-        count_from_zero()
-        budget = QueueBudget(max_rows=16, max_bytes=80)
-        deployments = [Deployment(budget, chance) for _ in range(2)]
-        for which, event, turns in events:
-            deployments[which].happen(event)
-            for _ in range(turns):
-                await asyncio.sleep(0)
-        await settle()
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+    count_from_zero()
+    budget = QueueBudget(max_rows=16, max_bytes=80)
+    deployments = [Deployment(budget, chance) for _ in range(2)]
+    for which, event, turns in events:
+        deployments[which].happen(event)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+    await settle()
+    for one in deployments:
+        if is_closed:
+            one.bench.dispatcher.close()
+        else:
+            one.happen("come")
+    await settle()
+    while any(one.calls for one in deployments):
         for one in deployments:
-            if is_closed:
-                one.bench.dispatcher.close()
-            else:
-                one.happen("come")
+            one.happen("answer")
         await settle()
-        while any(one.calls for one in deployments):
-            for one in deployments:
-                one.happen("answer")
-            await settle()
-        answered, failed, left = map(sum, zip(*[one.check() for one in deployments], strict=True))
-        requests, _, _, failures = requests_of("m")
-        # Who leaves as the answer comes has it counted; who comes while no replica is there has not.
-        assert answered <= requests <= answered + left
-        assert failures <= failed + left
-        assert (budget.waiting.rows, budget.waiting.held_bytes) == (0, 0)
-        assert told == []
-
-    run(scenario)
+    answered, failed, left = map(sum, zip(*[one.check() for one in deployments], strict=True))
+    requests, _, _, failures = requests_of("m")
+    # Who leaves as the answer comes has it counted; who comes while no replica is there has not.
+    assert answered <= requests <= answered + left
+    assert failures <= failed + left
+    assert (budget.waiting.rows, budget.waiting.held_bytes) == (0, 0)
+    assert told == []

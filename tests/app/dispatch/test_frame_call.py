@@ -7,7 +7,7 @@ import contextlib
 import gc
 import itertools
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -205,10 +205,6 @@ class Reader:
         return [(piece.head, piece.status) for piece in self.pieces]
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 20))
-
-
 async def settle() -> None:
     """Let everything that is due happen."""
     for _ in range(10):
@@ -229,61 +225,52 @@ def expected(values: Sequence[float], heads: str) -> dict[str, list[float]]:
 # Heads and rows
 
 
-def test_rows_of_several_requests_share_a_call_and_each_says_which_heads_it_wants() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        tasks = [bench.send(1, heads="a"), bench.send(2, 3, heads="bc"), bench.send(4)]
+async def test_rows_of_several_requests_share_a_call_and_each_says_which_heads_it_wants() -> None:
+    bench = Bench()
+    tasks = [bench.send(1, heads="a"), bench.send(2, 3, heads="bc"), bench.send(4)]
+    await settle()
+    (call,) = bench.calls
+    assert call.note.heads == [(0b001, 1), (0b110, 2), (0b111, 1)]
+    call.answer("a", "b", "c")
+    assert [numbers(await task) for task in tasks] == [
+        expected([1], "a"),
+        expected([2, 3], "bc"),
+        expected([4], "abc"),
+    ]
+
+
+async def test_only_the_whole_is_wanted_where_every_head_must_answer_and_nobody_listens_before() -> None:
+    bench = Bench(max_in_flight=10)
+    asked: list[tuple[Callable[[], object], bool]] = [
+        (lambda: bench.send(1, heads="ab"), True),
+        (lambda: bench.send(1, heads="abc"), False),  # c may be left out, and a and b still be an answer
+        (lambda: bench.stream(1, heads="ab"), False),  # each head is an event
+        (lambda: [bench.send(1, heads="ab"), bench.send(2, heads="ab")], True),
+        (lambda: [bench.send(1, heads="a"), bench.send(2, heads="ab")], False),  # one needs only a
+    ]
+    kept = []
+    for ask, whole in asked:
+        kept.append(ask())
         await settle()
-        (call,) = bench.calls
-        assert call.note.heads == [(0b001, 1), (0b110, 2), (0b111, 1)]
-        call.answer("a", "b", "c")
-        assert [numbers(await task) for task in tasks] == [
-            expected([1], "a"),
-            expected([2, 3], "bc"),
-            expected([4], "abc"),
-        ]
-
-    run(scenario)
+        call = bench.calls[-1]
+        assert (call.note.patience_s > 0) is whole
+        call.answer(*call.wanted)
+        call.end()
+        await settle()
 
 
-def test_only_the_whole_is_wanted_where_every_head_must_answer_and_nobody_listens_before() -> None:
-    async def scenario() -> None:
-        bench = Bench(max_in_flight=10)
-        asked: list[tuple[Callable[[], object], bool]] = [
-            (lambda: bench.send(1, heads="ab"), True),
-            (lambda: bench.send(1, heads="abc"), False),  # c may be left out, and a and b still be an answer
-            (lambda: bench.stream(1, heads="ab"), False),  # each head is an event
-            (lambda: [bench.send(1, heads="ab"), bench.send(2, heads="ab")], True),
-            (lambda: [bench.send(1, heads="a"), bench.send(2, heads="ab")], False),  # one needs only a
-        ]
-        kept = []
-        for ask, whole in asked:
-            kept.append(ask())
-            await settle()
-            call = bench.calls[-1]
-            assert (call.note.patience_s > 0) is whole
-            call.answer(*call.wanted)
-            call.end()
-            await settle()
-
-    run(scenario)
-
-
-def test_patience_ends_well_before_the_first_deadline() -> None:
-    async def scenario() -> None:
-        hasty = HeadSpec("b", ("out_b",), 3.0)
-        bench = Bench(pipeline(b=hasty), max_in_flight=10, timeout_s=8)
-        sent = []
-        for heads, limit_s, fields in (("a", 8, {}), ("ab", 3, {}), ("ab", 2, {"timeout_us": 2_000_000})):
-            sent.append(bench.send(1, heads=heads, **fields))
-            await settle()
-            call = bench.calls[-1]
-            assert limit_s / 2 * 0.9 < call.note.patience_s <= limit_s / 2
-            call.answer(*call.wanted)
-            call.end()
-            await settle()
-
-    run(scenario)
+async def test_patience_ends_well_before_the_first_deadline() -> None:
+    hasty = HeadSpec("b", ("out_b",), 3.0)
+    bench = Bench(pipeline(b=hasty), max_in_flight=10, timeout_s=8)
+    sent = []
+    for heads, limit_s, fields in (("a", 8, {}), ("ab", 3, {}), ("ab", 2, {"timeout_us": 2_000_000})):
+        sent.append(bench.send(1, heads=heads, **fields))
+        await settle()
+        call = bench.calls[-1]
+        assert limit_s / 2 * 0.9 < call.note.patience_s <= limit_s / 2
+        call.answer(*call.wanted)
+        call.end()
+        await settle()
 
 
 @pytest.mark.slow
@@ -295,531 +282,445 @@ def test_patience_ends_well_before_the_first_deadline() -> None:
     max_in_flight=st.integers(1, 3),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_every_request_gets_its_own_rows_of_its_heads(
+async def test_every_request_gets_its_own_rows_of_its_heads(
     requests: list[tuple[int, set[str]]], max_in_flight: int, seed: int
 ) -> None:
     chance = random.Random(seed)
 
-    async def scenario() -> None:
-        count_from_zero()
-        bench = Bench(max_in_flight=max_in_flight)
-        count = itertools.count(1)
-        sent = []
-        for rows, wanted in requests:
-            values = [float(next(count)) for _ in range(rows)]
-            heads = "".join(head for head in HEADS if head in wanted)
-            sent.append((bench.send(*values, heads=heads), values, heads))
-            if chance.random() < 0.5:
-                await settle()
-        left: dict[str, list[Piece]] = {}
-        while not all(task.done() for task, _, _ in sent):
+    count_from_zero()
+    bench = Bench(max_in_flight=max_in_flight)
+    count = itertools.count(1)
+    sent = []
+    for rows, wanted in requests:
+        values = [float(next(count)) for _ in range(rows)]
+        heads = "".join(head for head in HEADS if head in wanted)
+        sent.append((bench.send(*values, heads=heads), values, heads))
+        if chance.random() < 0.5:
             await settle()
-            for call in bench.calls:
-                if call.name not in left:
-                    left[call.name] = [call.piece(head) for head in call.wanted]
-                    chance.shuffle(left[call.name])
-            call = chance.choice([call for call in bench.calls if not call.is_left])
-            pieces = left[call.name]
-            frame = [pieces.pop() for _ in range(chance.randint(0, len(pieces)))]
-            call.say(*frame)
-            if not pieces:
-                call.end()
-            await settle()
-        for task, values, heads in sent:
-            answer = task.result()
-            assert numbers(answer) == expected(values, heads)
-            assert answer.omitted == []
-        assert bench.dispatcher.in_flight == 0
-        assert requests_of("m")[:2] == (len(requests), sum(rows for rows, _ in requests))
-
-    run(scenario)
-
-
-def test_a_request_larger_than_a_batch_is_joined_by_head() -> None:
-    async def scenario() -> None:
-        bench = Bench(replicas=3)
-        values = list(range(10))
-        task = bench.send(*values, heads="ac")
+    left: dict[str, list[Piece]] = {}
+    while not all(task.done() for task, _, _ in sent):
         await settle()
-        first, second, third = bench.calls
-        assert [call.values.tolist() for call in bench.calls] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-        third.answer("a")
-        second.answer("c", "a")
-        first.answer("a")
-        third.answer("c")
+        for call in bench.calls:
+            if call.name not in left:
+                left[call.name] = [call.piece(head) for head in call.wanted]
+                chance.shuffle(left[call.name])
+        call = chance.choice([call for call in bench.calls if not call.is_left])
+        pieces = left[call.name]
+        frame = [pieces.pop() for _ in range(chance.randint(0, len(pieces)))]
+        call.say(*frame)
+        if not pieces:
+            call.end()
         await settle()
-        assert not task.done()
-        first.answer("c")
-        answer = await task
-        assert numbers(answer) == expected(values, "ac")
-        assert answer.outputs["out_a"].shape == (10, 1)
-
-    run(scenario)
-
-
-def test_an_answer_leaves_before_the_slow_head_of_another_request_in_its_batch() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        quick, slow = bench.send(1, heads="a"), bench.send(2, heads="ab")
-        await settle()
-        (call,) = bench.calls
-        call.answer("a")
-        assert numbers(await quick) == expected([1], "a")
-        assert not slow.done()
-        call.answer("b")
-        assert numbers(await slow) == expected([2], "ab")
-
-    run(scenario)
+    for task, values, heads in sent:
+        answer = task.result()
+        assert numbers(answer) == expected(values, heads)
+        assert answer.omitted == []
+    assert bench.dispatcher.in_flight == 0
+    assert requests_of("m")[:2] == (len(requests), sum(rows for rows, _ in requests))
 
 
-def test_heads_that_are_too_late_before_the_call_are_not_asked_for() -> None:
-    async def scenario() -> None:
-        hasty = HeadSpec("c", ("out_c",), 0.005, "omit")
-        bench = Bench(pipeline(c=hasty), max_in_flight=1)
-        blocker = bench.send(0, heads="a")
-        await settle()
-        task = bench.send(1, heads="ac")
-        with pytest.raises(DeadlineExceeded, match=r"^head `c`: its timeout_s of 0\.005 s passed while it waited"):
-            await bench.send(2, heads="c")
-        bench.calls[0].answer("a")
-        bench.calls[0].end()
-        await blocker
-        await settle()
-        call = bench.calls[1]
-        assert call.note.heads == [(0b001, 1)]
-        call.answer("a")
-        answer = await task
-        assert numbers(answer) == expected([1], "a")
-        assert [(one.head, one.status) for one in answer.omitted] == [("c", "timeout")]
-
-    run(scenario)
+async def test_a_request_larger_than_a_batch_is_joined_by_head() -> None:
+    bench = Bench(replicas=3)
+    values = list(range(10))
+    task = bench.send(*values, heads="ac")
+    await settle()
+    first, second, third = bench.calls
+    assert [call.values.tolist() for call in bench.calls] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    third.answer("a")
+    second.answer("c", "a")
+    first.answer("a")
+    third.answer("c")
+    await settle()
+    assert not task.done()
+    first.answer("c")
+    answer = await task
+    assert numbers(answer) == expected(values, "ac")
+    assert answer.outputs["out_a"].shape == (10, 1)
 
 
-def test_a_request_without_rows_is_answered_without_a_call() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        answer = await bench.send(heads="ab")
-        assert [(name, tensor.shape) for name, tensor in answer.outputs.items()] == [
-            ("out_a", (0, 1)),
-            ("out_b", (0, 1)),
-        ]
-        reader = bench.stream(heads="ab")
-        await reader.task
-        assert [(piece.head, list(piece.outputs)) for piece in reader.pieces] == [("a", ["out_a"]), ("b", ["out_b"])]
-        assert bench.calls == []
+async def test_an_answer_leaves_before_the_slow_head_of_another_request_in_its_batch() -> None:
+    bench = Bench()
+    quick, slow = bench.send(1, heads="a"), bench.send(2, heads="ab")
+    await settle()
+    (call,) = bench.calls
+    call.answer("a")
+    assert numbers(await quick) == expected([1], "a")
+    assert not slow.done()
+    call.answer("b")
+    assert numbers(await slow) == expected([2], "ab")
 
-    run(scenario)
+
+async def test_heads_that_are_too_late_before_the_call_are_not_asked_for() -> None:
+    hasty = HeadSpec("c", ("out_c",), 0.005, "omit")
+    bench = Bench(pipeline(c=hasty), max_in_flight=1)
+    blocker = bench.send(0, heads="a")
+    await settle()
+    task = bench.send(1, heads="ac")
+    with pytest.raises(DeadlineExceeded, match=r"^head `c`: its timeout_s of 0\.005 s passed while it waited"):
+        await bench.send(2, heads="c")
+    bench.calls[0].answer("a")
+    bench.calls[0].end()
+    await blocker
+    await settle()
+    call = bench.calls[1]
+    assert call.note.heads == [(0b001, 1)]
+    call.answer("a")
+    answer = await task
+    assert numbers(answer) == expected([1], "a")
+    assert [(one.head, one.status) for one in answer.omitted] == [("c", "timeout")]
+
+
+async def test_a_request_without_rows_is_answered_without_a_call() -> None:
+    bench = Bench()
+    answer = await bench.send(heads="ab")
+    assert [(name, tensor.shape) for name, tensor in answer.outputs.items()] == [
+        ("out_a", (0, 1)),
+        ("out_b", (0, 1)),
+    ]
+    reader = bench.stream(heads="ab")
+    await reader.task
+    assert [(piece.head, list(piece.outputs)) for piece in reader.pieces] == [("a", ["out_a"]), ("b", ["out_b"])]
+    assert bench.calls == []
 
 
 # Failures
 
 
-def test_rows_that_fail_leave_their_neighbours_and_other_heads_alone() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        tasks = [bench.send(1, heads="ac"), bench.send(2, 3, heads="ac"), bench.send(4, heads="a")]
-        await settle()
-        (call,) = bench.calls
-        call.say(call.piece("c", {2: (Status.RAISED, "ValueError: no")}), call.piece("a"))
-        assert numbers(await tasks[0]) == expected([1], "ac")
-        answer = await tasks[1]
-        assert numbers(answer) == expected([2, 3], "a")
-        (omitted,) = answer.omitted
-        assert (omitted.head, omitted.status, str(omitted.error)) == ("c", "failed", "row 1: ValueError: no")
-        assert numbers(await tasks[2]) == expected([4], "a")
-
-    run(scenario)
+async def test_rows_that_fail_leave_their_neighbours_and_other_heads_alone() -> None:
+    bench = Bench()
+    tasks = [bench.send(1, heads="ac"), bench.send(2, 3, heads="ac"), bench.send(4, heads="a")]
+    await settle()
+    (call,) = bench.calls
+    call.say(call.piece("c", {2: (Status.RAISED, "ValueError: no")}), call.piece("a"))
+    assert numbers(await tasks[0]) == expected([1], "ac")
+    answer = await tasks[1]
+    assert numbers(answer) == expected([2, 3], "a")
+    (omitted,) = answer.omitted
+    assert (omitted.head, omitted.status, str(omitted.error)) == ("c", "failed", "row 1: ValueError: no")
+    assert numbers(await tasks[2]) == expected([4], "a")
 
 
-def test_rows_that_are_the_clients_fault_are_a_bad_request() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        task = bench.send(1)
-        await settle()
-        (call,) = bench.calls
-        call.say(call.piece("a", {0: (Status.BAD_INPUT, "x: wrong")}))
-        with pytest.raises(BadRequest, match=r"^x: wrong$") as caught:
-            await task
-        assert caught.value.field == "inputs"
-
-    run(scenario)
+async def test_rows_that_are_the_clients_fault_are_a_bad_request() -> None:
+    bench = Bench()
+    task = bench.send(1)
+    await settle()
+    (call,) = bench.calls
+    call.say(call.piece("a", {0: (Status.BAD_INPUT, "x: wrong")}))
+    with pytest.raises(BadRequest, match=r"^x: wrong$") as caught:
+        await task
+    assert caught.value.field == "inputs"
 
 
 @pytest.mark.parametrize("wrong", ["piece", "tensor"])
-def test_a_head_with_a_wrong_number_of_rows_has_failed_and_others_have_not(wrong: str) -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        tasks = [bench.send(1, heads="ac"), bench.send(2, heads="c"), bench.send(3, heads="a")]
+async def test_a_head_with_a_wrong_number_of_rows_has_failed_and_others_have_not(wrong: str) -> None:
+    bench = Bench()
+    tasks = [bench.send(1, heads="ac"), bench.send(2, heads="c"), bench.send(3, heads="a")]
+    await settle()
+    (call,) = bench.calls
+    piece = call.piece("c")
+    if wrong == "piece":
+        piece.rows = 3
+    else:
+        piece.tensors[0].shape = (3, 1)
+    call.say(piece)
+    call.answer("a")
+    answer = await tasks[0]
+    assert numbers(answer) == expected([1], "a")
+    assert [str(one.error) for one in answer.omitted] == ["head `c`: expected 2 rows, got 3"]
+    with pytest.raises(CallableFailed, match=r"^head `c`: expected 2 rows, got 3$"):
+        await tasks[1]
+    assert numbers(await tasks[2]) == expected([3], "a")
+
+
+async def test_a_head_that_the_replica_leaves_out_has_failed() -> None:
+    bench = Bench()
+    lenient, strict = bench.send(1, heads="ac"), bench.send(2, heads="ab")
+    await settle()
+    (call,) = bench.calls
+    call.answer("a")
+    call.end()
+    answer = await lenient
+    assert [str(one.error) for one in answer.omitted] == ["head `c`: the replica ended its answer without it"]
+    with pytest.raises(CallableFailed, match=r"^head `b`: the replica ended its answer without it$"):
+        await strict
+
+
+async def test_heads_that_were_answered_before_the_replica_was_lost_stay_answered() -> None:
+    bench = Bench()
+    lenient, strict, done = bench.send(1, heads="ac"), bench.send(2, heads="ab"), bench.send(3, heads="a")
+    stream = bench.stream(4)
+    await settle()
+    (call,) = bench.calls
+    call.answer("a")
+    call.end(ReplicaLost("gone"))
+    answer = await lenient
+    assert numbers(answer) == expected([1], "a")
+    assert [(one.head, one.status, str(one.error)) for one in answer.omitted] == [("c", "unavailable", "gone")]
+    with pytest.raises(ReplicaLost):
+        await strict
+    assert numbers(await done) == expected([3], "a")
+    await stream.task
+    assert stream.statuses == [("a", "ok"), ("b", "unavailable"), ("c", "unavailable")]
+
+
+async def test_a_request_whose_every_head_was_lost_fails() -> None:
+    bench = Bench()
+    task = bench.send(1, heads="c")
+    await settle()
+    bench.calls[0].end(ReplicaLost("gone"))
+    with pytest.raises(ReplicaLost):
+        await task
+
+
+async def test_losing_the_replica_of_one_part_leaves_what_other_parts_await_alone() -> None:
+    bench = Bench(ONCE, replicas=2)
+    values = [1, 2, 3, 4, 5]
+    task = bench.send(*values, heads="ac")
+    await settle()
+    first, second = bench.calls
+    first.answer("a")
+    first.end(ReplicaLost("gone"))
+    await settle()
+    assert not task.done()
+    second.answer("c", "a")
+    answer = await task
+    assert numbers(answer) == expected(values, "a")
+    assert [one.head for one in answer.omitted] == ["c"]
+
+
+async def test_a_replica_that_cannot_continue_gets_no_more_calls() -> None:
+    bench = Bench(ONCE, replicas=2)
+    broken, left = bench.replicas.values()
+    task = bench.send(1, heads="a")
+    await settle()
+    (call,) = broken.calls
+    call.say(call.piece("a", {0: (Status.BROKEN, "ReplicaError: no license")}))
+    call.end()
+    with pytest.raises(ReplicaLost, match="the replica can't continue: ReplicaError: no license"):
+        await task
+    for value in range(3):
+        task = bench.send(value, heads="a")
         await settle()
-        (call,) = bench.calls
-        piece = call.piece("c")
-        if wrong == "piece":
-            piece.rows = 3
-        else:
-            piece.tensors[0].shape = (3, 1)
-        call.say(piece)
-        call.answer("a")
-        answer = await tasks[0]
-        assert numbers(answer) == expected([1], "a")
-        assert [str(one.error) for one in answer.omitted] == ["head `c`: expected 2 rows, got 3"]
-        with pytest.raises(CallableFailed, match=r"^head `c`: expected 2 rows, got 3$"):
-            await tasks[1]
-        assert numbers(await tasks[2]) == expected([3], "a")
-
-    run(scenario)
+        left.calls[-1].answer("a")
+        left.calls[-1].end()
+        assert numbers(await task) == expected([value], "a")
+    assert len(broken.calls) == 1
 
 
-def test_a_head_that_the_replica_leaves_out_has_failed() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        lenient, strict = bench.send(1, heads="ac"), bench.send(2, heads="ab")
-        await settle()
-        (call,) = bench.calls
-        call.answer("a")
-        call.end()
-        answer = await lenient
-        assert [str(one.error) for one in answer.omitted] == ["head `c`: the replica ended its answer without it"]
-        with pytest.raises(CallableFailed, match=r"^head `b`: the replica ended its answer without it$"):
-            await strict
-
-    run(scenario)
-
-
-def test_heads_that_were_answered_before_the_replica_was_lost_stay_answered() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        lenient, strict, done = bench.send(1, heads="ac"), bench.send(2, heads="ab"), bench.send(3, heads="a")
-        stream = bench.stream(4)
-        await settle()
-        (call,) = bench.calls
-        call.answer("a")
-        call.end(ReplicaLost("gone"))
-        answer = await lenient
-        assert numbers(answer) == expected([1], "a")
-        assert [(one.head, one.status, str(one.error)) for one in answer.omitted] == [("c", "unavailable", "gone")]
-        with pytest.raises(ReplicaLost):
-            await strict
-        assert numbers(await done) == expected([3], "a")
-        await stream.task
-        assert stream.statuses == [("a", "ok"), ("b", "unavailable"), ("c", "unavailable")]
-
-    run(scenario)
+async def test_bytes_that_are_no_frame_fail_what_is_left_of_the_call() -> None:
+    bench = Bench()
+    task = bench.send(1, heads="ac")
+    await settle()
+    (call,) = bench.calls
+    call.answer("a")
+    call.answers.put_nowait(b"\0")
+    answer = await task
+    assert [str(one.error) for one in answer.omitted] == ["internal error: ValueError"]
+    assert call.is_left
+    bench.send(2, heads="a")
+    await settle()
+    assert len(bench.calls) == 2
 
 
-def test_a_request_whose_every_head_was_lost_fails() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        task = bench.send(1, heads="c")
-        await settle()
-        bench.calls[0].end(ReplicaLost("gone"))
-        with pytest.raises(ReplicaLost):
-            await task
-
-    run(scenario)
-
-
-def test_losing_the_replica_of_one_part_leaves_what_other_parts_await_alone() -> None:
-    async def scenario() -> None:
-        bench = Bench(ONCE, replicas=2)
-        values = [1, 2, 3, 4, 5]
-        task = bench.send(*values, heads="ac")
-        await settle()
-        first, second = bench.calls
-        first.answer("a")
-        first.end(ReplicaLost("gone"))
-        await settle()
-        assert not task.done()
-        second.answer("c", "a")
-        answer = await task
-        assert numbers(answer) == expected(values, "a")
-        assert [one.head for one in answer.omitted] == ["c"]
-
-    run(scenario)
+async def test_rows_that_a_replica_never_had_go_to_another() -> None:
+    bench = Bench(replicas=2)
+    gone, left = bench.replicas.values()
+    task = bench.send(1, 2)
+    await settle()
+    gone.calls[0].end(ReplicaUnreachable("gone"))
+    await settle()
+    left.calls[0].answer("a", "b", "c")
+    assert numbers(await task) == expected([1, 2], "abc")
 
 
-def test_a_replica_that_cannot_continue_gets_no_more_calls() -> None:
-    async def scenario() -> None:
-        bench = Bench(ONCE, replicas=2)
-        broken, left = bench.replicas.values()
-        task = bench.send(1, heads="a")
-        await settle()
-        (call,) = broken.calls
-        call.say(call.piece("a", {0: (Status.BROKEN, "ReplicaError: no license")}))
-        call.end()
-        with pytest.raises(ReplicaLost, match="the replica can't continue: ReplicaError: no license"):
-            await task
-        for value in range(3):
-            task = bench.send(value, heads="a")
-            await settle()
-            left.calls[-1].answer("a")
-            left.calls[-1].end()
-            assert numbers(await task) == expected([value], "a")
-        assert len(broken.calls) == 1
-
-    run(scenario)
+async def test_rows_that_a_replica_never_had_fail_if_the_table_has_no_other() -> None:
+    bench = Bench()
+    task = bench.send(1)
+    await settle()
+    bench.calls[0].end(ReplicaUnreachable("gone"))
+    bench.dispatcher.update(msgspec.structs.replace(bench.route, replicas=(), state=State.UNAVAILABLE, reason="killed"))
+    with pytest.raises(Unavailable, match="UNAVAILABLE: killed"):
+        await task
 
 
-def test_bytes_that_are_no_frame_fail_what_is_left_of_the_call() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        task = bench.send(1, heads="ac")
-        await settle()
-        (call,) = bench.calls
-        call.answer("a")
-        call.answers.put_nowait(b"\0")
-        answer = await task
-        assert [str(one.error) for one in answer.omitted] == ["internal error: ValueError"]
-        assert call.is_left
-        bench.send(2, heads="a")
-        await settle()
-        assert len(bench.calls) == 2
-
-    run(scenario)
-
-
-def test_rows_that_a_replica_never_had_go_to_another() -> None:
-    async def scenario() -> None:
-        bench = Bench(replicas=2)
-        gone, left = bench.replicas.values()
-        task = bench.send(1, 2)
-        await settle()
-        gone.calls[0].end(ReplicaUnreachable("gone"))
-        await settle()
-        left.calls[0].answer("a", "b", "c")
-        assert numbers(await task) == expected([1, 2], "abc")
-
-    run(scenario)
-
-
-def test_rows_that_a_replica_never_had_fail_if_the_table_has_no_other() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        task = bench.send(1)
-        await settle()
-        bench.calls[0].end(ReplicaUnreachable("gone"))
-        bench.dispatcher.update(
-            msgspec.structs.replace(bench.route, replicas=(), state=State.UNAVAILABLE, reason="killed")
-        )
-        with pytest.raises(Unavailable, match="UNAVAILABLE: killed"):
-            await task
-
-    run(scenario)
-
-
-def test_what_waits_fails_when_the_last_replica_is_taken_away() -> None:
-    async def scenario() -> None:
-        bench = Bench(max_in_flight=1)
-        running = bench.send(0, heads="a")
-        await settle()
-        waiting = bench.send(1, heads="ac")
-        stream = bench.stream(2, heads="ac")
-        await settle()
-        bench.dispatcher.update(
-            msgspec.structs.replace(bench.route, replicas=(), state=State.UNAVAILABLE, reason="killed")
-        )
-        with pytest.raises(ReplicaLost):
-            await running
-        with pytest.raises(Unavailable, match="UNAVAILABLE: killed"):
-            await waiting
-        await stream.task
-        assert stream.statuses == [("a", "unavailable"), ("c", "unavailable")]
-
-    run(scenario)
+async def test_what_waits_fails_when_the_last_replica_is_taken_away() -> None:
+    bench = Bench(max_in_flight=1)
+    running = bench.send(0, heads="a")
+    await settle()
+    waiting = bench.send(1, heads="ac")
+    stream = bench.stream(2, heads="ac")
+    await settle()
+    bench.dispatcher.update(msgspec.structs.replace(bench.route, replicas=(), state=State.UNAVAILABLE, reason="killed"))
+    with pytest.raises(ReplicaLost):
+        await running
+    with pytest.raises(Unavailable, match="UNAVAILABLE: killed"):
+        await waiting
+    await stream.task
+    assert stream.statuses == [("a", "unavailable"), ("c", "unavailable")]
 
 
 # Streams
 
 
-def test_a_stream_goes_alone_and_several_at_the_same_time() -> None:
-    async def scenario() -> None:
-        bench = Bench(STREAMING, max_in_flight=2)
-        for value in range(3):
-            bench.stream(value)
+async def test_a_stream_goes_alone_and_several_at_the_same_time() -> None:
+    bench = Bench(STREAMING, max_in_flight=2)
+    for value in range(3):
+        bench.stream(value)
+    await settle()
+    assert [call.values.tolist() for call in bench.calls] == [[0], [1]]
+    assert len({call.note.stream for call in bench.calls} - {""}) == 2
+    bench.calls[0].end()
+    await settle()
+    assert bench.calls[2].values.tolist() == [2]
+
+
+async def test_a_stream_does_not_wait_for_company() -> None:
+    bench = Bench(STREAMING, max_queue_delay_ms=60_000)
+    bench.stream(1)
+    await settle()
+    assert len(bench.calls) == 1
+
+
+async def test_a_streams_pieces_arrive_one_by_one_and_its_end_is_none() -> None:
+    bench = Bench(STREAMING)
+    reader = bench.stream(1, heads="ab")
+    await settle()
+    (call,) = bench.calls
+    for count in range(1, 4):
+        call.say(call.piece("a", is_last=False), call.piece("b", is_last=False))
         await settle()
-        assert [call.values.tolist() for call in bench.calls] == [[0], [1]]
-        assert len({call.note.stream for call in bench.calls} - {""}) == 2
-        bench.calls[0].end()
-        await settle()
-        assert bench.calls[2].values.tolist() == [2]
-
-    run(scenario)
+        assert reader.statuses == [("a", "ok"), ("b", "ok")] * count
+    call.say(Piece("a", 1, 0), Piece("b", 1, 0))
+    await reader.task
+    assert len(reader.pieces) == 6
+    assert bench.replicas["m-0"].cancelled == []
 
 
-def test_a_stream_does_not_wait_for_company() -> None:
-    async def scenario() -> None:
-        bench = Bench(STREAMING, max_queue_delay_ms=60_000)
-        bench.stream(1)
-        await settle()
-        assert len(bench.calls) == 1
-
-    run(scenario)
-
-
-def test_a_streams_pieces_arrive_one_by_one_and_its_end_is_none() -> None:
-    async def scenario() -> None:
-        bench = Bench(STREAMING)
-        reader = bench.stream(1, heads="ab")
-        await settle()
-        (call,) = bench.calls
-        for count in range(1, 4):
-            call.say(call.piece("a", is_last=False), call.piece("b", is_last=False))
-            await settle()
-            assert reader.statuses == [("a", "ok"), ("b", "ok")] * count
-        call.say(Piece("a", 1, 0), Piece("b", 1, 0))
-        await reader.task
-        assert len(reader.pieces) == 6
-        assert bench.replicas["m-0"].cancelled == []
-
-    run(scenario)
+async def test_a_head_of_a_stream_that_fails_ends_and_the_others_go_on() -> None:
+    bench = Bench(STREAMING)
+    reader = bench.stream(1, heads="ab")
+    await settle()
+    (call,) = bench.calls
+    call.say(call.piece("a", {0: (Status.RAISED, "no")}), call.piece("b", is_last=False))
+    call.say(call.piece("a"), call.piece("b", is_last=False))
+    call.say(Piece("b", 1, 0))
+    await reader.task
+    assert reader.statuses == [("a", "failed"), ("b", "ok"), ("b", "ok")]
 
 
-def test_a_head_of_a_stream_that_fails_ends_and_the_others_go_on() -> None:
-    async def scenario() -> None:
-        bench = Bench(STREAMING)
-        reader = bench.stream(1, heads="ab")
-        await settle()
-        (call,) = bench.calls
-        call.say(call.piece("a", {0: (Status.RAISED, "no")}), call.piece("b", is_last=False))
-        call.say(call.piece("a"), call.piece("b", is_last=False))
-        call.say(Piece("b", 1, 0))
-        await reader.task
-        assert reader.statuses == [("a", "failed"), ("b", "ok"), ("b", "ok")]
-
-    run(scenario)
-
-
-def test_a_stream_is_cancelled_when_its_client_leaves_and_keeps_its_place_until_the_replica_has_ended_it() -> None:
-    async def scenario() -> None:
-        bench = Bench(STREAMING, max_in_flight=1)
-        reader = bench.stream(1)
-        await settle()
-        (call,) = bench.calls
-        call.say(call.piece("a", is_last=False))
-        await settle()
-        waiting = bench.stream(2)
-        reader.task.cancel()
-        await settle()
-        assert bench.replicas["m-0"].cancelled == [call.note.stream] == [call.name]
-        assert len(bench.calls) == 1
-        call.say(call.piece("a", is_last=False))
-        call.end()
-        await settle()
-        assert bench.calls[1].values.tolist() == [2]
-        waiting.task.cancel()
-
-    run(scenario)
+async def test_a_stream_is_cancelled_when_its_client_leaves_and_keeps_its_place_until_the_replica_has_ended_it() -> (
+    None
+):
+    bench = Bench(STREAMING, max_in_flight=1)
+    reader = bench.stream(1)
+    await settle()
+    (call,) = bench.calls
+    call.say(call.piece("a", is_last=False))
+    await settle()
+    waiting = bench.stream(2)
+    reader.task.cancel()
+    await settle()
+    assert bench.replicas["m-0"].cancelled == [call.note.stream] == [call.name]
+    assert len(bench.calls) == 1
+    call.say(call.piece("a", is_last=False))
+    call.end()
+    await settle()
+    assert bench.calls[1].values.tolist() == [2]
+    waiting.task.cancel()
 
 
-def test_a_stream_whose_client_leaves_while_it_waits_is_not_computed() -> None:
-    async def scenario() -> None:
-        bench = Bench(STREAMING, max_in_flight=1)
-        bench.stream(1)
-        await settle()
-        gone = bench.stream(2)
-        await settle()
-        gone.task.cancel()
-        await settle()
-        assert bench.dispatcher.queued_rows == 0
-        bench.calls[0].end()
-        await settle()
-        assert len(bench.calls) == 1
-
-    run(scenario)
+async def test_a_stream_whose_client_leaves_while_it_waits_is_not_computed() -> None:
+    bench = Bench(STREAMING, max_in_flight=1)
+    bench.stream(1)
+    await settle()
+    gone = bench.stream(2)
+    await settle()
+    gone.task.cancel()
+    await settle()
+    assert bench.dispatcher.queued_rows == 0
+    bench.calls[0].end()
+    await settle()
+    assert len(bench.calls) == 1
 
 
-def test_a_replica_is_told_for_how_long_anyone_waits_for_a_head() -> None:
-    async def scenario() -> None:
-        bench = Bench(pipeline(a=HeadSpec("a", ("out_a",), 0.5)), timeout_s=20, max_in_flight=1)
-        bench.send(1)
-        await settle()
-        tasks = [bench.send(2, heads="a", timeout_us=100_000), bench.send(3, heads="ab", timeout_us=2_000_000)]
-        await settle()
-        bench.calls[0].answer("a", "b", "c")
-        await settle()
-        first, second = (call.note.left_s for call in bench.calls)
-        assert first == {"a": pytest.approx(0.5, abs=0.4), "b": pytest.approx(20, abs=1), "c": pytest.approx(20, abs=1)}
-        assert second == {"a": pytest.approx(0.5, abs=0.4), "b": pytest.approx(2, abs=0.5)}
-        assert second["a"] > 0.1
-        for task in tasks:
-            task.cancel()
-        stream = Bench(STREAMING)
-        reader = stream.stream(1)
-        await settle()
-        assert stream.calls[0].note.left_s == {}
-        reader.task.cancel()
-
-    run(scenario)
+async def test_a_replica_is_told_for_how_long_anyone_waits_for_a_head() -> None:
+    bench = Bench(pipeline(a=HeadSpec("a", ("out_a",), 0.5)), timeout_s=20, max_in_flight=1)
+    bench.send(1)
+    await settle()
+    tasks = [bench.send(2, heads="a", timeout_us=100_000), bench.send(3, heads="ab", timeout_us=2_000_000)]
+    await settle()
+    bench.calls[0].answer("a", "b", "c")
+    await settle()
+    first, second = (call.note.left_s for call in bench.calls)
+    assert first == {"a": pytest.approx(0.5, abs=0.4), "b": pytest.approx(20, abs=1), "c": pytest.approx(20, abs=1)}
+    assert second == {"a": pytest.approx(0.5, abs=0.4), "b": pytest.approx(2, abs=0.5)}
+    assert second["a"] > 0.1
+    for task in tasks:
+        task.cancel()
+    stream = Bench(STREAMING)
+    reader = stream.stream(1)
+    await settle()
+    assert stream.calls[0].note.left_s == {}
+    reader.task.cancel()
 
 
-def test_streams_are_cancelled_by_their_request_s_id_whether_they_run_or_wait() -> None:
-    async def scenario() -> None:
-        count_from_zero()
-        bench = Bench(STREAMING, max_in_flight=1)
-        running, waiting = bench.stream(1, cancel_id="mine"), bench.stream(2, cancel_id="mine")
-        other = bench.stream(3, cancel_id="other")
-        await settle()
-        (call,) = bench.calls
-        call.say(call.piece("a", is_last=False))
-        await settle()
-        assert bench.dispatcher.cancel("nobody's") == 0
-        assert bench.dispatcher.cancel("mine") == 2
-        assert bench.dispatcher.cancel("mine") == 0
-        for reader in (running, waiting):
-            with pytest.raises(Cancelled, match="the request was cancelled"):
-                await reader.task
-        assert running.statuses == [("a", "ok")]
-        assert bench.replicas["m-0"].cancelled == [call.name]
-        call.end()
-        await settle()
-        assert bench.calls[1].values.tolist() == [3]
-        assert counts_of("m").total("headwater_failures") == 0
-        other.task.cancel()
-
-    run(scenario)
-
-
-def test_a_stream_whose_heads_are_all_too_late_is_cancelled() -> None:
-    async def scenario() -> None:
-        bench = Bench(pipeline(streams=True, a=HeadSpec("a", ("out_a",), 0.05)))
-        reader = bench.stream(1, heads="a")
-        await reader.task
-        assert reader.statuses == [("a", "timeout")]
-        assert bench.replicas["m-0"].cancelled == [bench.calls[0].name]
-
-    run(scenario)
-
-
-def test_a_stream_that_goes_silent_fails_and_is_cancelled() -> None:
-    async def scenario() -> None:
-        bench = Bench(STREAMING, timeout_s=0.1)
-        reader = bench.stream(1, heads="a")
-        await settle()
-        (call,) = bench.calls
-        call.say(call.piece("a", is_last=False))
-        with pytest.raises(DeadlineExceeded, match=r"the stream sent no output for 0\.1 s"):
+async def test_streams_are_cancelled_by_their_request_s_id_whether_they_run_or_wait() -> None:
+    count_from_zero()
+    bench = Bench(STREAMING, max_in_flight=1)
+    running, waiting = bench.stream(1, cancel_id="mine"), bench.stream(2, cancel_id="mine")
+    other = bench.stream(3, cancel_id="other")
+    await settle()
+    (call,) = bench.calls
+    call.say(call.piece("a", is_last=False))
+    await settle()
+    assert bench.dispatcher.cancel("nobody's") == 0
+    assert bench.dispatcher.cancel("mine") == 2
+    assert bench.dispatcher.cancel("mine") == 0
+    for reader in (running, waiting):
+        with pytest.raises(Cancelled, match="the request was cancelled"):
             await reader.task
-        assert bench.replicas["m-0"].cancelled == [call.name]
+    assert running.statuses == [("a", "ok")]
+    assert bench.replicas["m-0"].cancelled == [call.name]
+    call.end()
+    await settle()
+    assert bench.calls[1].values.tolist() == [3]
+    assert counts_of("m").total("headwater_failures") == 0
+    other.task.cancel()
 
-    run(scenario)
+
+async def test_a_stream_whose_heads_are_all_too_late_is_cancelled() -> None:
+    bench = Bench(pipeline(streams=True, a=HeadSpec("a", ("out_a",), 0.05)))
+    reader = bench.stream(1, heads="a")
+    await reader.task
+    assert reader.statuses == [("a", "timeout")]
+    assert bench.replicas["m-0"].cancelled == [bench.calls[0].name]
 
 
-def test_a_stream_that_has_begun_holds_its_inputs_no_more() -> None:
-    async def scenario() -> None:
-        bench = Bench(STREAMING)
-        request = bench.request(1, heads="a")
-        reader = Reader(bench.dispatcher, request)
-        await settle()
-        (call,) = bench.calls
-        assert list(request.inputs) == ["x"]
-        call.say(call.piece("a", is_last=False))
-        await settle()
-        assert request.inputs == {}
-        call.say(call.piece("a", is_last=False))
-        call.say(call.piece("a"))
+async def test_a_stream_that_goes_silent_fails_and_is_cancelled() -> None:
+    bench = Bench(STREAMING, timeout_s=0.1)
+    reader = bench.stream(1, heads="a")
+    await settle()
+    (call,) = bench.calls
+    call.say(call.piece("a", is_last=False))
+    with pytest.raises(DeadlineExceeded, match=r"the stream sent no output for 0\.1 s"):
         await reader.task
-        assert len(reader.pieces) == 3
+    assert bench.replicas["m-0"].cancelled == [call.name]
 
-    run(scenario)
+
+async def test_a_stream_that_has_begun_holds_its_inputs_no_more() -> None:
+    bench = Bench(STREAMING)
+    request = bench.request(1, heads="a")
+    reader = Reader(bench.dispatcher, request)
+    await settle()
+    (call,) = bench.calls
+    assert list(request.inputs) == ["x"]
+    call.say(call.piece("a", is_last=False))
+    await settle()
+    assert request.inputs == {}
+    call.say(call.piece("a", is_last=False))
+    call.say(call.piece("a"))
+    await reader.task
+    assert len(reader.pieces) == 3
 
 
 async def unread(bench: Bench, count: int, frame: bytes | None = None) -> tuple[Call, AsyncGenerator[HeadAnswer, None]]:
@@ -839,245 +740,206 @@ async def unread(bench: Bench, count: int, frame: bytes | None = None) -> tuple[
 
 
 @pytest.mark.slow
-def test_a_stream_that_is_not_read_is_held_up_and_its_silence_is_not_the_replica_s() -> None:
-    async def scenario() -> None:
-        bench = Bench(STREAMING, timeout_s=1)
-        call, pieces = await unread(bench, 3 * PIECES_LIMIT)
-        left = call.answers.qsize()
-        assert 0 < left < 3 * PIECES_LIMIT  # what isn't taken
-        await asyncio.sleep(2.1)  # more than two deadlines
+async def test_a_stream_that_is_not_read_is_held_up_and_its_silence_is_not_the_replica_s() -> None:
+    bench = Bench(STREAMING, timeout_s=1)
+    call, pieces = await unread(bench, 3 * PIECES_LIMIT)
+    left = call.answers.qsize()
+    assert 0 < left < 3 * PIECES_LIMIT  # what isn't taken
+    await asyncio.sleep(2.1)  # more than two deadlines
+    assert call.answers.qsize() == left
+    for _ in range(3 * PIECES_LIMIT - 1):
+        assert numbers(await anext(pieces)) == expected([1], "a")
+    assert not bench.replicas["m-0"].cancelled
+    with pytest.raises(DeadlineExceeded, match="sent no output"):  # which counts again
+        await anext(pieces)
+    assert bench.replicas["m-0"].cancelled == [call.name]
+
+
+async def test_large_results_of_a_stream_wait_one_at_a_time() -> None:
+    bench = Bench(STREAMING)
+    raw = bytes(PIECES_LIMIT_BYTES + 1)
+    head = Piece("a", 1, 0, [], [FrameTensor("out_a", "UINT8", (1, len(raw)), len(raw))], is_last=False)
+    large = encode_frame(Frame([head], []), [raw]).tobytes()
+    call, pieces = await unread(bench, 10, large)
+    for left in range(8, 3, -1):
+        await settle()
         assert call.answers.qsize() == left
-        for _ in range(3 * PIECES_LIMIT - 1):
-            assert numbers(await anext(pieces)) == expected([1], "a")
-        assert not bench.replicas["m-0"].cancelled
-        with pytest.raises(DeadlineExceeded, match="sent no output"):  # which counts again
-            await anext(pieces)
-        assert bench.replicas["m-0"].cancelled == [call.name]
-
-    run(scenario)
+        await anext(pieces)
+    await pieces.aclose()
 
 
-def test_large_results_of_a_stream_wait_one_at_a_time() -> None:
-    async def scenario() -> None:
-        bench = Bench(STREAMING)
-        raw = bytes(PIECES_LIMIT_BYTES + 1)
-        head = Piece("a", 1, 0, [], [FrameTensor("out_a", "UINT8", (1, len(raw)), len(raw))], is_last=False)
-        large = encode_frame(Frame([head], []), [raw]).tobytes()
-        call, pieces = await unread(bench, 10, large)
-        for left in range(8, 3, -1):
-            await settle()
-            assert call.answers.qsize() == left
-            await anext(pieces)
-        await pieces.aclose()
-
-    run(scenario)
+async def test_a_stream_that_ends_while_it_is_held_up_is_cancelled_at_once() -> None:
+    bench = Bench(STREAMING)
+    call, pieces = await unread(bench, PIECES_LIMIT + 1)
+    assert not call.is_left
+    (fail,) = bench.dispatcher.under_way(None)
+    fail(Unavailable("it is unloaded"))
+    await settle()
+    assert bench.replicas["m-0"].cancelled == [call.name]  # though the model says nothing more
+    assert call.is_left
+    await pieces.aclose()
 
 
-def test_a_stream_that_ends_while_it_is_held_up_is_cancelled_at_once() -> None:
-    async def scenario() -> None:
-        bench = Bench(STREAMING)
-        call, pieces = await unread(bench, PIECES_LIMIT + 1)
-        assert not call.is_left
-        (fail,) = bench.dispatcher.under_way(None)
-        fail(Unavailable("it is unloaded"))
-        await settle()
-        assert bench.replicas["m-0"].cancelled == [call.name]  # though the model says nothing more
-        assert call.is_left
-        await pieces.aclose()
-
-    run(scenario)
+async def test_a_stream_that_is_left_while_it_is_held_up_is_cancelled() -> None:
+    bench = Bench(STREAMING)
+    call, pieces = await unread(bench, 2 * PIECES_LIMIT)
+    await pieces.aclose()
+    await settle()
+    assert bench.replicas["m-0"].cancelled == [call.name]
+    assert call.is_left
 
 
-def test_a_stream_that_is_left_while_it_is_held_up_is_cancelled() -> None:
-    async def scenario() -> None:
-        bench = Bench(STREAMING)
-        call, pieces = await unread(bench, 2 * PIECES_LIMIT)
-        await pieces.aclose()
-        await settle()
-        assert bench.replicas["m-0"].cancelled == [call.name]
-        assert call.is_left
-
-    run(scenario)
-
-
-def test_a_replica_that_was_lost_but_stands_in_the_table_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_replica_that_was_lost_but_stands_in_the_table_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headwater_server.dispatch.pool.LOST_RETRY_S", 0.01)
 
-    async def scenario() -> None:
-        bench = Bench(STREAMING)
-        reader = bench.stream(1, heads="a")
-        await settle()
-        lost = bench.replicas["m-0"]
-        bench.calls[0].end(ReplicaLost("gone"))
+    bench = Bench(STREAMING)
+    reader = bench.stream(1, heads="a")
+    await settle()
+    lost = bench.replicas["m-0"]
+    bench.calls[0].end(ReplicaLost("gone"))
+    await reader.task
+    assert reader.statuses == [("a", "unavailable")]
+    again = bench.stream(1, heads="a")
+    while bench.replicas["m-0"] is lost or not bench.replicas["m-0"].calls:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    (call,) = bench.replicas["m-0"].calls
+    call.say(Piece("a", 1, 0))
+    call.end()
+    await again.task
+
+
+async def test_a_stream_of_more_rows_than_a_batch_is_refused() -> None:
+    bench = Bench(STREAMING)
+    reader = bench.stream(*range(5))
+    with pytest.raises(BadRequest, match="at most 4 rows"):
         await reader.task
-        assert reader.statuses == [("a", "unavailable")]
-        again = bench.stream(1, heads="a")
-        while bench.replicas["m-0"] is lost or not bench.replicas["m-0"].calls:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        (call,) = bench.replicas["m-0"].calls
-        call.say(Piece("a", 1, 0))
-        call.end()
-        await again.task
-
-    run(scenario)
 
 
-def test_a_stream_of_more_rows_than_a_batch_is_refused() -> None:
-    async def scenario() -> None:
-        bench = Bench(STREAMING)
-        reader = bench.stream(*range(5))
-        with pytest.raises(BadRequest, match="at most 4 rows"):
-            await reader.task
-
-    run(scenario)
-
-
-def test_the_heads_of_a_pipeline_that_does_not_stream_arrive_each_as_it_is_ready() -> None:
-    async def scenario() -> None:
-        bench = Bench()
-        reader, whole = bench.stream(1, heads="ab"), bench.send(2, heads="b")
-        await settle()
-        (call,) = bench.calls
-        call.answer("b")
-        await settle()
-        assert reader.statuses == [("b", "ok")]
-        assert numbers(await whole) == expected([2], "b")
-        call.answer("a")
-        await reader.task
-        assert [numbers(piece) for piece in reader.pieces] == [expected([1], "b"), expected([1], "a")]
-        assert bench.replicas["m-0"].cancelled == []
-
-    run(scenario)
+async def test_the_heads_of_a_pipeline_that_does_not_stream_arrive_each_as_it_is_ready() -> None:
+    bench = Bench()
+    reader, whole = bench.stream(1, heads="ab"), bench.send(2, heads="b")
+    await settle()
+    (call,) = bench.calls
+    call.answer("b")
+    await settle()
+    assert reader.statuses == [("b", "ok")]
+    assert numbers(await whole) == expected([2], "b")
+    call.answer("a")
+    await reader.task
+    assert [numbers(piece) for piece in reader.pieces] == [expected([1], "b"), expected([1], "a")]
+    assert bench.replicas["m-0"].cancelled == []
 
 
 # Replicas come and go; what is counted
 
 
-def test_a_replicas_stream_is_opened_before_the_first_request() -> None:
-    async def scenario() -> None:
-        signature = msgspec.structs.replace(
-            PIPELINE,
-            inputs=(
-                TensorSpec("x", "FP32", (-1, 2)),
-                TensorSpec("t", "BYTES", (1,)),
-                TensorSpec("h", "BF16", (3,)),
-                TensorSpec("o", "FP32", (1,), optional=True),
-                TensorSpec("i", "FP32", (3, 1024, 1024)),
-            ),
-        )
-        bench = Bench(signature)
-        (nothing,) = bench.replicas["m-0"].opened
-        assert nothing.inputs == [
-            ("x", "FP32", [1, 1, 2], [bytes(8)]),
-            ("t", "BYTES", [1, 1], [bytes(4)]),
-            ("h", "UINT16", [1, 3], [bytes(6)]),
-            ("i", "FP32", [1, 1, 1, 1], [bytes(4)]),  # every acknowledgement has them
-        ]
-        note = nothing.note
-        assert note.cancel
-        assert msgspec.structs.replace(note, cancel="") == CallNote()
-        bench.dispatcher.update(bench.route)
-        assert len(bench.replicas["m-0"].opened) == 1
-
-    run(scenario)
+async def test_a_replicas_stream_is_opened_before_the_first_request() -> None:
+    signature = msgspec.structs.replace(
+        PIPELINE,
+        inputs=(
+            TensorSpec("x", "FP32", (-1, 2)),
+            TensorSpec("t", "BYTES", (1,)),
+            TensorSpec("h", "BF16", (3,)),
+            TensorSpec("o", "FP32", (1,), optional=True),
+            TensorSpec("i", "FP32", (3, 1024, 1024)),
+        ),
+    )
+    bench = Bench(signature)
+    (nothing,) = bench.replicas["m-0"].opened
+    assert nothing.inputs == [
+        ("x", "FP32", [1, 1, 2], [bytes(8)]),
+        ("t", "BYTES", [1, 1], [bytes(4)]),
+        ("h", "UINT16", [1, 3], [bytes(6)]),
+        ("i", "FP32", [1, 1, 1, 1], [bytes(4)]),  # every acknowledgement has them
+    ]
+    note = nothing.note
+    assert note.cancel
+    assert msgspec.structs.replace(note, cancel="") == CallNote()
+    bench.dispatcher.update(bench.route)
+    assert len(bench.replicas["m-0"].opened) == 1
 
 
-def test_closing_ends_what_is_under_way_and_what_waits() -> None:
-    async def scenario() -> None:
-        bench = Bench(max_in_flight=1)
-        running = bench.send(1, heads="ac")
-        await settle()
-        waiting = bench.send(2, heads="ac")
-        await settle()
-        bench.dispatcher.close()
-        for task in (running, waiting):
-            with pytest.raises(ReplicaLost):
-                await task
-        with pytest.raises(Unavailable):
-            await bench.send(3)
-
-    run(scenario)
+async def test_closing_ends_what_is_under_way_and_what_waits() -> None:
+    bench = Bench(max_in_flight=1)
+    running = bench.send(1, heads="ac")
+    await settle()
+    waiting = bench.send(2, heads="ac")
+    await settle()
+    bench.dispatcher.close()
+    for task in (running, waiting):
+        with pytest.raises(ReplicaLost):
+            await task
+    with pytest.raises(Unavailable):
+        await bench.send(3)
 
 
-def test_statistics_count_what_each_step_did() -> None:
-    async def scenario() -> None:
-        count_from_zero()
-        bench = Bench()
-        task = bench.send(1, heads="ab")
-        await settle()
-        (call,) = bench.calls
-        call.say(call.piece("a"), counts=[StepCount("trunk", 1, 0, 100), StepCount("a", 1, 2, 20)])
-        call.say(call.piece("b"), counts=[StepCount("b", 1, 0, 3), StepCount("trunk", 0, 1, 50)])
+async def test_statistics_count_what_each_step_did() -> None:
+    count_from_zero()
+    bench = Bench()
+    task = bench.send(1, heads="ab")
+    await settle()
+    (call,) = bench.calls
+    call.say(call.piece("a"), counts=[StepCount("trunk", 1, 0, 100), StepCount("a", 1, 2, 20)])
+    call.say(call.piece("b"), counts=[StepCount("b", 1, 0, 3), StepCount("trunk", 0, 1, 50)])
+    call.end()
+    await task
+    await settle()
+    counts = counts_of("m")
+    assert dict(counts.statistics("headwater_steps")) == {
+        "trunk": [1, 1, 150_000],
+        "a": [1, 2, 20_000],
+        "b": [1, 0, 3_000],
+    }
+    assert requests_of("m") == (1, 1, 1, 0)
+    assert counts.sum("headwater_request_phase_seconds", "compute") == (1, 173_000)
+    assert counts.statistics("headwater_batches") == [("1", [1, 173_000])]
+
+
+async def test_a_request_in_several_calls_is_counted_once() -> None:
+    count_from_zero()
+    bench = Bench(max_in_flight=2)
+    task = bench.send(*range(8), heads="a")
+    await settle()
+    for call in bench.calls:
+        call.answer("a")
+    await task
+    for call in bench.calls:
         call.end()
-        await task
-        await settle()
-        counts = counts_of("m")
-        assert dict(counts.statistics("headwater_steps")) == {
-            "trunk": [1, 1, 150_000],
-            "a": [1, 2, 20_000],
-            "b": [1, 0, 3_000],
-        }
-        assert requests_of("m") == (1, 1, 1, 0)
-        assert counts.sum("headwater_request_phase_seconds", "compute") == (1, 173_000)
-        assert counts.statistics("headwater_batches") == [("1", [1, 173_000])]
-
-    run(scenario)
+    await settle()
+    assert requests_of("m") == (1, 8, 2, 0)
 
 
-def test_a_request_in_several_calls_is_counted_once() -> None:
-    async def scenario() -> None:
-        count_from_zero()
-        bench = Bench(max_in_flight=2)
-        task = bench.send(*range(8), heads="a")
-        await settle()
-        for call in bench.calls:
-            call.answer("a")
-        await task
-        for call in bench.calls:
-            call.end()
-        await settle()
-        assert requests_of("m") == (1, 8, 2, 0)
-
-    run(scenario)
+async def test_a_stream_whose_client_leaves_as_its_call_begins_is_not_computed() -> None:
+    bench = Bench(STREAMING)
+    reader = bench.stream(1)
+    await asyncio.sleep(0)
+    reader.task.cancel()  # it learns of that behind the dispatch, and before the call
+    await settle()
+    assert reader.task.cancelled()
+    assert bench.calls == []
+    assert bench.dispatcher.in_flight == 0
 
 
-def test_a_stream_whose_client_leaves_as_its_call_begins_is_not_computed() -> None:
-    async def scenario() -> None:
-        bench = Bench(STREAMING)
-        reader = bench.stream(1)
-        await asyncio.sleep(0)
-        reader.task.cancel()  # it learns of that behind the dispatch, and before the call
-        await settle()
-        assert reader.task.cancelled()
-        assert bench.calls == []
-        assert bench.dispatcher.in_flight == 0
-
-    run(scenario)
-
-
-def test_a_call_is_over_once_all_is_said_and_not_when_a_request_has_enough() -> None:
-    async def scenario() -> None:
-        bench = Bench(max_in_flight=1)
-        hasty = bench.send(1, heads="a", timeout_us=1000)
-        await settle()
-        with pytest.raises(DeadlineExceeded):
-            await hasty
-        second = bench.send(2, heads="ab")
-        await settle()
-        assert len(bench.calls) == 1  # the replica still computes
-        bench.calls[0].answer("a")
-        await settle()
-        bench.calls[1].answer("a")
-        third = bench.send(3, heads="b")
-        await settle()
-        assert len(bench.calls) == 2
-        bench.calls[1].answer("b")
-        assert numbers(await second) == expected([2], "ab")
-        await settle()
-        bench.calls[2].answer("b")  # none of them has ended
-        assert numbers(await third) == expected([3], "b")
-
-    run(scenario)
+async def test_a_call_is_over_once_all_is_said_and_not_when_a_request_has_enough() -> None:
+    bench = Bench(max_in_flight=1)
+    hasty = bench.send(1, heads="a", timeout_us=1000)
+    await settle()
+    with pytest.raises(DeadlineExceeded):
+        await hasty
+    second = bench.send(2, heads="ab")
+    await settle()
+    assert len(bench.calls) == 1  # the replica still computes
+    bench.calls[0].answer("a")
+    await settle()
+    bench.calls[1].answer("a")
+    third = bench.send(3, heads="b")
+    await settle()
+    assert len(bench.calls) == 2
+    bench.calls[1].answer("b")
+    assert numbers(await second) == expected([2], "ab")
+    await settle()
+    bench.calls[2].answer("b")  # none of them has ended
+    assert numbers(await third) == expected([3], "b")
 
 
 # Large inputs
@@ -1107,57 +969,48 @@ def lent(call: Call) -> np.ndarray[Any, np.dtype[np.float32]]:
 WIDE = msgspec.structs.replace(PIPELINE, inputs=(TensorSpec("x", "FP32", (-1,)),))
 
 
-def test_a_large_input_is_left_in_shared_memory_which_serves_the_next_call() -> None:
-    async def scenario() -> None:
-        bench = Bench(WIDE)
-        paths = []
-        for _ in range(2):
-            task = asyncio.create_task(bench.dispatcher.infer(wide(bench)))
-            await settle()
-            call = bench.calls[-1]
-            assert call.shape == [1, 1]
-            assert lent(call).tolist() == [list(range(20_000))]
-            assert call.note.shared is not None
-            paths.append(call.note.shared.path)
-            says(call)
-            call.end()
-            assert numbers(await task) == {"a": [7]}
-            await settle()
-            gc.collect()  # the finished task's frames
-        assert paths[0] == paths[1]
-
-    run(scenario)
-
-
-def test_large_inputs_go_inline_to_a_replica_that_cannot_open_the_workers_memory() -> None:
-    async def scenario() -> None:
-        bench = Bench(WIDE)
-        first = asyncio.create_task(bench.dispatcher.infer(wide(bench)))
+async def test_a_large_input_is_left_in_shared_memory_which_serves_the_next_call() -> None:
+    bench = Bench(WIDE)
+    paths = []
+    for _ in range(2):
+        task = asyncio.create_task(bench.dispatcher.infer(wide(bench)))
         await settle()
-        assert bench.calls[0].note.shared is not None
-        says(bench.calls[0], (0, int(Status.UNSHARED), "PermissionError: no"))
+        call = bench.calls[-1]
+        assert call.shape == [1, 1]
+        assert lent(call).tolist() == [list(range(20_000))]
+        assert call.note.shared is not None
+        paths.append(call.note.shared.path)
+        says(call)
+        call.end()
+        assert numbers(await task) == {"a": [7]}
         await settle()
-        second = asyncio.create_task(bench.dispatcher.infer(wide(bench)))
-        for number, task in enumerate((first, second), start=1):
-            await settle()
-            call = bench.calls[number]
-            assert call.note.shared is None
-            assert call.values.tolist() == list(range(20_000))
-            says(call)
-            call.end()
-            assert numbers(await task) == {"a": [7]}
-
-    run(scenario)
+        gc.collect()  # the finished task's frames
+    assert paths[0] == paths[1]
 
 
-def test_large_inputs_of_streams_go_inline() -> None:
-    async def scenario() -> None:
-        bench = Bench(msgspec.structs.replace(WIDE, streams=True))
-        Reader(bench.dispatcher, wide(bench))
+async def test_large_inputs_go_inline_to_a_replica_that_cannot_open_the_workers_memory() -> None:
+    bench = Bench(WIDE)
+    first = asyncio.create_task(bench.dispatcher.infer(wide(bench)))
+    await settle()
+    assert bench.calls[0].note.shared is not None
+    says(bench.calls[0], (0, int(Status.UNSHARED), "PermissionError: no"))
+    await settle()
+    second = asyncio.create_task(bench.dispatcher.infer(wide(bench)))
+    for number, task in enumerate((first, second), start=1):
         await settle()
-        (call,) = bench.calls
+        call = bench.calls[number]
         assert call.note.shared is None
         assert call.values.tolist() == list(range(20_000))
+        says(call)
         call.end()
+        assert numbers(await task) == {"a": [7]}
 
-    run(scenario)
+
+async def test_large_inputs_of_streams_go_inline() -> None:
+    bench = Bench(msgspec.structs.replace(WIDE, streams=True))
+    Reader(bench.dispatcher, wide(bench))
+    await settle()
+    (call,) = bench.calls
+    assert call.note.shared is None
+    assert call.values.tolist() == list(range(20_000))
+    call.end()

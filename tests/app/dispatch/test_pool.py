@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import pytest
@@ -49,133 +48,111 @@ class Bench:
         return "".join(one.route.id for one in self.opened if cast(Client, one.client).is_closed)
 
 
-def run(scenario: Callable[[Bench], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await asyncio.wait_for(scenario(Bench()), 20)
-
-    asyncio.run(main())
+@pytest.fixture
+async def bench() -> Bench:
+    return Bench()
 
 
-def test_it_connects_to_what_is_new_and_closes_what_is_gone() -> None:
-    async def scenario(bench: Bench) -> None:
-        bench.update("ab")
-        bench.update("bc")
-        assert [one.route.id for one in bench.opened] == ["a", "b", "c"]
-        assert (bench.eligible(), bench.closed()) == ("bc", "a")
-        assert bench.opened[0].is_lost  # who still refers to it gives it nothing
-        assert bench.pool.held(["a", "c"]) == [bench.opened[2]]
-        bench.pool.close()
-        assert (bench.eligible(), bench.closed()) == ("", "abc")
-
-    run(scenario)
+async def test_it_connects_to_what_is_new_and_closes_what_is_gone(bench: Bench) -> None:
+    bench.update("ab")
+    bench.update("bc")
+    assert [one.route.id for one in bench.opened] == ["a", "b", "c"]
+    assert (bench.eligible(), bench.closed()) == ("bc", "a")
+    assert bench.opened[0].is_lost  # who still refers to it gives it nothing
+    assert bench.pool.held(["a", "c"]) == [bench.opened[2]]
+    bench.pool.close()
+    assert (bench.eligible(), bench.closed()) == ("", "abc")
 
 
-def test_a_replica_that_is_lost_again_without_an_answer_is_reported_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headwater_server.dispatch.pool.LOST_RETRY_S", 0.001)
-
-    async def scenario(bench: Bench) -> None:
-        reports: list[ReplicaLoss] = []
-        bench.pool._on_lost = reports.append
-        bench.update("ab", grpc="b")
-        for _ in range(2):
-            for id in "ab":
-                bench.back.clear()
-                bench.pool.lose(bench.pool.connected[id])
-                await bench.back.wait()
-        assert [(one.replica, one.times) for one in reports] == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
-
-    run(scenario)
-
-
-def test_what_retires_keeps_its_connection_and_gets_nothing_new() -> None:
-    async def scenario(bench: Bench) -> None:
-        bench.update("a")
-        bench.update("b", retiring="a")
-        assert (bench.eligible(), bench.closed(), len(bench.pool.held("ab"))) == ("b", "", 2)
-        bench.update("b")
-        assert bench.closed() == "a"
-
-    run(scenario)
-
-
-def test_what_is_out_of_reach_keeps_its_connection_and_is_eligible_once_it_is_back() -> None:
-    async def scenario(bench: Bench) -> None:
-        bench.update("ab")
-        bench.update("b", retiring="a")
-        assert (bench.eligible(), bench.closed()) == ("b", "")
-        bench.update("ba")
-        assert (sorted(bench.eligible()), bench.closed(), len(bench.opened)) == (["a", "b"], "", 2)
-
-    run(scenario)
-
-
-@pytest.mark.parametrize(("grpc", "closed"), [("", ""), ("a", "a")])
-def test_what_was_lost_while_it_was_out_of_reach_is_tried_again_once_it_is_back(
-    monkeypatch: pytest.MonkeyPatch, grpc: str, closed: str
+async def test_a_replica_that_is_lost_again_without_an_answer_is_reported_so(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headwater_server.dispatch.pool.LOST_RETRY_S", 0.001)
 
-    async def scenario(bench: Bench) -> None:
-        bench.update("ab", grpc=grpc)
-        bench.update("b", retiring="a", grpc=grpc)
-        bench.pool.lose(bench.opened[0])
-        bench.pool.lose(bench.opened[1])  # its turn comes after the other's
-        await bench.back.wait()
-        assert bench.eligible() == "b"
-        bench.back.clear()
-        bench.update("ba", grpc=grpc)
-        await bench.back.wait()
-        assert (sorted(bench.eligible()), bench.closed()) == (["a", "b"], closed)
-
-    run(scenario)
+    reports: list[ReplicaLoss] = []
+    bench.pool._on_lost = reports.append
+    bench.update("ab", grpc="b")
+    for _ in range(2):
+        for id in "ab":
+            bench.back.clear()
+            bench.pool.lose(bench.pool.connected[id])
+            await bench.back.wait()
+    assert [(one.replica, one.times) for one in reports] == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
 
 
-def test_of_many_replicas_some_are_drawn_and_only_eligible_ones() -> None:
-    async def scenario() -> None:
-        loaded = Counter[str]()
-        pool = ReplicaPool("m", lambda route: Replica(route, cast(Any, Client())), chance=random.Random(1).random)
-        routes = tuple(ReplicaRoute(str(number), "", "") for number in range(100))
-        pool.update(DeploymentRoute("m", State.READY, replicas=routes[:50], retiring=routes[50:]))
-        pool.lose(pool.connected["0"])
-        for _ in range(1000):
-            found = pool.candidates()
-            assert len(found) == FEW
-            loaded.update(one.route.id for one in found)
-        assert sorted(map(int, loaded)) == list(range(1, 50))
-        assert max(loaded.values()) < 2 * 1000 * FEW / 49
-        pool.update(DeploymentRoute("m", State.READY, replicas=routes[:FEW]))
-        assert {one.route.id for one in pool.candidates()} == {str(number) for number in range(1, FEW)}
+async def test_what_retires_keeps_its_connection_and_gets_nothing_new(bench: Bench) -> None:
+    bench.update("a")
+    bench.update("b", retiring="a")
+    assert (bench.eligible(), bench.closed(), len(bench.pool.held("ab"))) == ("b", "", 2)
+    bench.update("b")
+    assert bench.closed() == "a"
 
-    asyncio.run(scenario())
+
+async def test_what_is_out_of_reach_keeps_its_connection_and_is_eligible_once_it_is_back(bench: Bench) -> None:
+    bench.update("ab")
+    bench.update("b", retiring="a")
+    assert (bench.eligible(), bench.closed()) == ("b", "")
+    bench.update("ba")
+    assert (sorted(bench.eligible()), bench.closed(), len(bench.opened)) == (["a", "b"], "", 2)
 
 
 @pytest.mark.parametrize(("grpc", "closed"), [("", ""), ("a", "a")])
-def test_what_was_lost_but_stays_in_the_table_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, grpc: str, closed: str
+async def test_what_was_lost_while_it_was_out_of_reach_is_tried_again_once_it_is_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, grpc: str, closed: str
+) -> None:
+    monkeypatch.setattr("headwater_server.dispatch.pool.LOST_RETRY_S", 0.001)
+
+    bench.update("ab", grpc=grpc)
+    bench.update("b", retiring="a", grpc=grpc)
+    bench.pool.lose(bench.opened[0])
+    bench.pool.lose(bench.opened[1])  # its turn comes after the other's
+    await bench.back.wait()
+    assert bench.eligible() == "b"
+    bench.back.clear()
+    bench.update("ba", grpc=grpc)
+    await bench.back.wait()
+    assert (sorted(bench.eligible()), bench.closed()) == (["a", "b"], closed)
+
+
+async def test_of_many_replicas_some_are_drawn_and_only_eligible_ones() -> None:
+    loaded = Counter[str]()
+    pool = ReplicaPool("m", lambda route: Replica(route, cast(Any, Client())), chance=random.Random(1).random)
+    routes = tuple(ReplicaRoute(str(number), "", "") for number in range(100))
+    pool.update(DeploymentRoute("m", State.READY, replicas=routes[:50], retiring=routes[50:]))
+    pool.lose(pool.connected["0"])
+    for _ in range(1000):
+        found = pool.candidates()
+        assert len(found) == FEW
+        loaded.update(one.route.id for one in found)
+    assert sorted(map(int, loaded)) == list(range(1, 50))
+    assert max(loaded.values()) < 2 * 1000 * FEW / 49
+    pool.update(DeploymentRoute("m", State.READY, replicas=routes[:FEW]))
+    assert {one.route.id for one in pool.candidates()} == {str(number) for number in range(1, FEW)}
+
+
+@pytest.mark.parametrize(("grpc", "closed"), [("", ""), ("a", "a")])
+async def test_what_was_lost_but_stays_in_the_table_is_tried_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, grpc: str, closed: str
 ) -> None:
     """Over gRPC by a new connection, as all calls share one."""
     monkeypatch.setattr("headwater_server.dispatch.pool.LOST_RETRY_S", 0.001)
 
-    async def scenario(bench: Bench) -> None:
-        bench.update("a", grpc=grpc)
-        bench.pool.lose(bench.opened[0])
-        assert bench.eligible() == ""
-        await bench.back.wait()
-        assert (bench.eligible(), bench.closed()) == ("a", closed)
-
-    run(scenario)
+    bench.update("a", grpc=grpc)
+    bench.pool.lose(bench.opened[0])
+    assert bench.eligible() == ""
+    await bench.back.wait()
+    assert (bench.eligible(), bench.closed()) == ("a", closed)
 
 
 @pytest.mark.parametrize("retiring", ["", "a"])
-def test_what_was_lost_and_is_replaced_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, retiring: str) -> None:
+async def test_what_was_lost_and_is_replaced_is_not_tried_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, retiring: str
+) -> None:
     monkeypatch.setattr("headwater_server.dispatch.pool.LOST_RETRY_S", 0.001)
 
-    async def scenario(bench: Bench) -> None:
-        bench.update("a")
-        bench.pool.lose(bench.opened[0])
-        bench.update("b", retiring=retiring)
-        bench.pool.lose(bench.opened[1])  # its turn comes after the other's
-        await bench.back.wait()
-        assert bench.eligible() == "b"
-
-    run(scenario)
+    bench.update("a")
+    bench.pool.lose(bench.opened[0])
+    bench.update("b", retiring=retiring)
+    bench.pool.lose(bench.opened[1])  # its turn comes after the other's
+    await bench.back.wait()
+    assert bench.eligible() == "b"

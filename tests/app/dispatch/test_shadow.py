@@ -26,7 +26,7 @@ from headwater_server.dispatch.dispatcher import ModelDispatcher
 from headwater_server.dispatch.shadow import COPIES_LIMIT, HELD_LIMIT_BYTES, Difference, Shadow, difference
 from headwater_server.dispatch.versions import VersionsDispatcher
 from headwater_server.errors import BadRequest, HeadwaterError, QueueFull, ReplicaLost, Unavailable
-from tests.app.dispatch.test_dispatcher import NUMBERS, Bench, Call, numbers, run, settle
+from tests.app.dispatch.test_dispatcher import NUMBERS, Bench, Call, numbers, settle
 from tests.counted import count_from_zero, counts_of, requests_of
 
 NAN, INF = math.nan, math.inf
@@ -75,43 +75,37 @@ def disagreements() -> int:
     return counts_of("c.2").total("headwater_shadow_disagreements")
 
 
-def test_the_copy_is_sent_once_the_answer_is_known_and_compared() -> None:
-    async def scenario() -> None:
-        versions = Versions()
-        task = versions.one.send(1, 2)
-        await settle()
-        assert versions.two.calls == []
-        versions.one.calls[0].answer()
-        assert numbers(await task) == [2, 4]
-        await settle()
-        (call,) = versions.two.calls
-        assert call.values == [1, 2]
-        call.give({"y": RawTensor("FP32", (2, 1), np.array([2, 4.25], np.float32).tobytes())})
-        await settle()
-        assert shadowed() == {"compared": 1}
-        counts = counts_of("c.2")
-        assert (counts.total("headwater_shadow_rows"), disagreements()) == (2, 0)
-        number, total = counts.sum("headwater_shadow_difference", "y")
-        assert (number, total) == (1, 250_000)
-        assert {by: counts.sum("headwater_shadow_seconds", by)[0] for by in ("answer", "shadow")} == {
-            "answer": 1, "shadow": 1,
-        }  # fmt: skip
-        assert (versions.shadow.in_flight, versions.shadow.held_bytes) == (0, 0)
-        assert requests_of("c.2")[:2] == (0, 0)  # no request of a client's, and none of its rows
-
-    run(scenario)
+async def test_the_copy_is_sent_once_the_answer_is_known_and_compared() -> None:
+    versions = Versions()
+    task = versions.one.send(1, 2)
+    await settle()
+    assert versions.two.calls == []
+    versions.one.calls[0].answer()
+    assert numbers(await task) == [2, 4]
+    await settle()
+    (call,) = versions.two.calls
+    assert call.values == [1, 2]
+    call.give({"y": RawTensor("FP32", (2, 1), np.array([2, 4.25], np.float32).tobytes())})
+    await settle()
+    assert shadowed() == {"compared": 1}
+    counts = counts_of("c.2")
+    assert (counts.total("headwater_shadow_rows"), disagreements()) == (2, 0)
+    number, total = counts.sum("headwater_shadow_difference", "y")
+    assert (number, total) == (1, 250_000)
+    assert {by: counts.sum("headwater_shadow_seconds", by)[0] for by in ("answer", "shadow")} == {
+        "answer": 1, "shadow": 1,
+    }  # fmt: skip
+    assert (versions.shadow.in_flight, versions.shadow.held_bytes) == (0, 0)
+    assert requests_of("c.2")[:2] == (0, 0)  # no request of a client's, and none of its rows
 
 
-def test_another_form_of_the_answer_is_a_disagreement() -> None:
-    async def scenario() -> None:
-        versions = Versions()
-        await versions.answered(1, 2)
-        await settle()
-        versions.two.calls[0].give({"y": RawTensor("FP32", (2, 2), bytes(16))})
-        await settle()
-        assert (shadowed(), disagreements()) == ({"compared": 1}, 2)
-
-    run(scenario)
+async def test_another_form_of_the_answer_is_a_disagreement() -> None:
+    versions = Versions()
+    await versions.answered(1, 2)
+    await settle()
+    versions.two.calls[0].give({"y": RawTensor("FP32", (2, 2), bytes(16))})
+    await settle()
+    assert (shadowed(), disagreements()) == ({"compared": 1}, 2)
 
 
 def lost(call: Call) -> None:
@@ -123,82 +117,67 @@ def failing(call: Call) -> None:
 
 
 @pytest.mark.parametrize("end", [lost, failing])
-def test_a_copy_that_fails_is_counted_and_nothing_else_follows(end: Any) -> None:
-    async def scenario() -> None:
-        versions = Versions(replicas=2)
-        refused: list[bytes] = []
-        versions.two.dispatcher._losses._on_quarantined = refused.append
-        for _ in range(3):
-            assert await versions.answered(1) == [2]
-            await settle()
-            for call in versions.two.calls:
-                if not call.answered.done():
-                    end(call)
-            await settle()
-        assert shadowed().get("failed", 0) >= 2
-        assert (refused, len(versions.two.dispatcher._quarantine)) == ([], 0)
-        counts = counts_of("c.2")
-        assert [counts.total(f"headwater_{name}") for name in ("retries", "quarantined", "failures")] == [0, 0, 0]
-
-    run(scenario)
-
-
-def test_requests_are_answered_while_the_shadow_hangs_and_copies_stay_within_their_bounds() -> None:
-    async def scenario() -> None:
-        versions = Versions()
-        for number in range(3 * COPIES_LIMIT):
-            assert await versions.answered(number) == [2 * number]
-            assert versions.shadow.in_flight <= COPIES_LIMIT
-        assert versions.two.dispatcher.queued_rows <= NUMBERS.max_batch_size + 1
-        assert shadowed()["load"] > COPIES_LIMIT
-        held = versions.shadow.in_flight
-        assert held
-        versions.shadow.cancel()
+async def test_a_copy_that_fails_is_counted_and_nothing_else_follows(end: Any) -> None:
+    versions = Versions(replicas=2)
+    refused: list[bytes] = []
+    versions.two.dispatcher._losses._on_quarantined = refused.append
+    for _ in range(3):
+        assert await versions.answered(1) == [2]
         await settle()
-        assert (versions.shadow.in_flight, versions.shadow.held_bytes, shadowed()["ended"]) == (0, 0, held)
-        assert (versions.two.dispatcher.queued_rows, versions.two.dispatcher.in_flight) == (0, 0)
-
-    run(scenario)
-
-
-def test_a_request_too_large_to_be_held_is_not_copied() -> None:
-    async def scenario() -> None:
-        versions = Versions()
-        many = HELD_LIMIT_BYTES // 4 + 1
-        task = versions.one.send_tensor("x", RawTensor("FP32", (1, many), bytes(4 * many)))
-        await asyncio.wait_for(versions.one.replicas["m-0"].called.wait(), 10)
-        versions.one.calls[0].answer()
-        await asyncio.wait_for(task, 10)
+        for call in versions.two.calls:
+            if not call.answered.done():
+                end(call)
         await settle()
-        assert (shadowed(), versions.two.calls) == ({"bytes": 1}, [])
+    assert shadowed().get("failed", 0) >= 2
+    assert (refused, len(versions.two.dispatcher._quarantine)) == ([], 0)
+    counts = counts_of("c.2")
+    assert [counts.total(f"headwater_{name}") for name in ("retries", "quarantined", "failures")] == [0, 0, 0]
 
-    run(scenario)
+
+async def test_requests_are_answered_while_the_shadow_hangs_and_copies_stay_within_their_bounds() -> None:
+    versions = Versions()
+    for number in range(3 * COPIES_LIMIT):
+        assert await versions.answered(number) == [2 * number]
+        assert versions.shadow.in_flight <= COPIES_LIMIT
+    assert versions.two.dispatcher.queued_rows <= NUMBERS.max_batch_size + 1
+    assert shadowed()["load"] > COPIES_LIMIT
+    held = versions.shadow.in_flight
+    assert held
+    versions.shadow.cancel()
+    await settle()
+    assert (versions.shadow.in_flight, versions.shadow.held_bytes, shadowed()["ended"]) == (0, 0, held)
+    assert (versions.two.dispatcher.queued_rows, versions.two.dispatcher.in_flight) == (0, 0)
 
 
-def test_a_kept_answer_is_not_copied() -> None:
-    async def scenario() -> None:
-        versions = Versions()
-        kept = msgspec.structs.replace(versions.one.route, cache=CacheShare(1 << 20))
-        versions.one.dispatcher.update(kept)
-        for _ in range(3):
-            await versions.answered(1)
+async def test_a_request_too_large_to_be_held_is_not_copied() -> None:
+    versions = Versions()
+    many = HELD_LIMIT_BYTES // 4 + 1
+    task = versions.one.send_tensor("x", RawTensor("FP32", (1, many), bytes(4 * many)))
+    await asyncio.wait_for(versions.one.replicas["m-0"].called.wait(), 10)
+    versions.one.calls[0].answer()
+    await asyncio.wait_for(task, 10)
+    await settle()
+    assert (shadowed(), versions.two.calls) == ({"bytes": 1}, [])
+
+
+async def test_a_kept_answer_is_not_copied() -> None:
+    versions = Versions()
+    kept = msgspec.structs.replace(versions.one.route, cache=CacheShare(1 << 20))
+    versions.one.dispatcher.update(kept)
+    for _ in range(3):
+        await versions.answered(1)
+    await settle()
+    assert len(versions.two.calls) == 1
+
+
+async def test_the_shadow_computes_although_it_keeps_answers() -> None:
+    versions = Versions(cache=CacheShare(1 << 20))
+    for _ in range(2):
+        await versions.answered(1)
         await settle()
-        assert len(versions.two.calls) == 1
-
-    run(scenario)
-
-
-def test_the_shadow_computes_although_it_keeps_answers() -> None:
-    async def scenario() -> None:
-        versions = Versions(cache=CacheShare(1 << 20))
-        for _ in range(2):
-            await versions.answered(1)
-            await settle()
-            versions.two.calls[-1].answer()
-            await settle()
-        assert (len(versions.two.calls), shadowed()) == (2, {"compared": 2})
-
-    run(scenario)
+        versions.two.calls[-1].answer()
+        await settle()
+    assert (len(versions.two.calls), shadowed()) == (2, {"compared": 2})
 
 
 @pytest.mark.parametrize(
@@ -209,51 +188,42 @@ def test_the_shadow_computes_although_it_keeps_answers() -> None:
         ({"signature": msgspec.structs.replace(NUMBERS, streams=True)}, "signature"),
     ],
 )
-def test_a_shadow_that_can_not_take_the_request_gets_none(change: dict[str, Any], reason: str) -> None:
-    async def scenario() -> None:
-        versions = Versions()
-        versions.two.dispatcher.update(msgspec.structs.replace(versions.two.route, **change))
-        assert await versions.answered(1) == [2]
+async def test_a_shadow_that_can_not_take_the_request_gets_none(change: dict[str, Any], reason: str) -> None:
+    versions = Versions()
+    versions.two.dispatcher.update(msgspec.structs.replace(versions.two.route, **change))
+    assert await versions.answered(1) == [2]
+    await settle()
+    assert (shadowed(), versions.two.calls) == ({reason: 1}, [])
+
+
+async def test_without_capacity_in_the_shadow_s_queue_nothing_is_displaced() -> None:
+    versions = Versions(max_queue_size=1, max_in_flight=1)
+    asked = [versions.two.send(1)]
+    await settle()
+    asked.append(versions.two.send(2, priority=10))  # waits, and fills the queue
+    await settle()
+    assert await versions.answered(5) == [10]
+    await settle()
+    assert shadowed() == {"load": 1}
+    for _ in asked:
+        versions.two.calls[-1].answer()
         await settle()
-        assert (shadowed(), versions.two.calls) == ({reason: 1}, [])
-
-    run(scenario)
+    assert [numbers(await task) for task in asked] == [[2], [4]]
 
 
-def test_without_capacity_in_the_shadow_s_queue_nothing_is_displaced() -> None:
-    async def scenario() -> None:
-        versions = Versions(max_queue_size=1, max_in_flight=1)
-        asked = [versions.two.send(1)]
+async def test_a_copy_shares_no_call_with_a_client_s_request() -> None:
+    versions = Versions(max_in_flight=1)
+    first = versions.two.send(1)
+    await settle()
+    await versions.answered(5)
+    second = versions.two.send(2)
+    await settle()
+    for _ in range(3):
+        versions.two.calls[-1].answer()
         await settle()
-        asked.append(versions.two.send(2, priority=10))  # waits, and fills the queue
-        await settle()
-        assert await versions.answered(5) == [10]
-        await settle()
-        assert shadowed() == {"load": 1}
-        for _ in asked:
-            versions.two.calls[-1].answer()
-            await settle()
-        assert [numbers(await task) for task in asked] == [[2], [4]]
-
-    run(scenario)
-
-
-def test_a_copy_shares_no_call_with_a_client_s_request() -> None:
-    async def scenario() -> None:
-        versions = Versions(max_in_flight=1)
-        first = versions.two.send(1)
-        await settle()
-        await versions.answered(5)
-        second = versions.two.send(2)
-        await settle()
-        for _ in range(3):
-            versions.two.calls[-1].answer()
-            await settle()
-        assert [call.values for call in versions.two.calls] == [[1], [2], [5]]
-        assert [numbers(await task) for task in (first, second)] == [[2], [4]]
-        assert shadowed() == {"compared": 1}
-
-    run(scenario)
+    assert [call.values for call in versions.two.calls] == [[1], [2], [5]]
+    assert [numbers(await task) for task in (first, second)] == [[2], [4]]
+    assert shadowed() == {"compared": 1}
 
 
 OPERATIONS = st.lists(
@@ -300,48 +270,39 @@ async def outcomes(operations: list[str], *, is_shadowed: bool) -> list[object]:
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(OPERATIONS)
-def test_no_client_s_request_ends_otherwise_than_without_copies(operations: list[str]) -> None:
-    async def scenario() -> None:
-        without = await outcomes(operations, is_shadowed=False)
-        assert await outcomes(operations, is_shadowed=True) == without
-
-    run(scenario)
+async def test_no_client_s_request_ends_otherwise_than_without_copies(operations: list[str]) -> None:
+    without = await outcomes(operations, is_shadowed=False)
+    assert await outcomes(operations, is_shadowed=True) == without
 
 
-def test_a_client_s_request_takes_the_place_of_copies_that_wait() -> None:
-    async def scenario() -> None:
-        versions = Versions(max_queue_size=2, max_in_flight=1)
-        for number in (1, 2, 3):
-            await versions.answered(number)
-            await settle()
-        assert versions.two.dispatcher.queued_rows == 2  # of copies; one is computed
-        asked = [versions.two.send(7), versions.two.send(8)]
+async def test_a_client_s_request_takes_the_place_of_copies_that_wait() -> None:
+    versions = Versions(max_queue_size=2, max_in_flight=1)
+    for number in (1, 2, 3):
+        await versions.answered(number)
         await settle()
-        assert versions.two.dispatcher.queued_rows == 2
-        for _ in range(2):
-            versions.two.calls[-1].answer()
-            await settle()
-        assert [numbers(await task) for task in asked] == [[14], [16]]
-        assert shadowed() == {"compared": 1, "load": 2}
-
-    run(scenario)
-
-
-def test_when_the_shadow_changes_its_copies_are_given_up() -> None:
-    async def scenario() -> None:
-        versions = Versions()
-        await versions.answered(1)
+    assert versions.two.dispatcher.queued_rows == 2  # of copies; one is computed
+    asked = [versions.two.send(7), versions.two.send(8)]
+    await settle()
+    assert versions.two.dispatcher.queued_rows == 2
+    for _ in range(2):
+        versions.two.calls[-1].answer()
         await settle()
-        before = versions.shadow
-        traffic = TrafficRoute({"1": 1.0, "2": 0.0}, "1")
-        versions.both.update(msgspec.structs.replace(versions.both.route, kind=VersionsKind(traffic)))
-        await settle()
-        assert (versions.both.shadow, before.in_flight, shadowed()) == (None, 0, {"ended": 1})
-
-    run(scenario)
+    assert [numbers(await task) for task in asked] == [[14], [16]]
+    assert shadowed() == {"compared": 1, "load": 2}
 
 
-def test_an_error_of_our_own_in_comparing_reaches_no_client(caplog: pytest.LogCaptureFixture) -> None:
+async def test_when_the_shadow_changes_its_copies_are_given_up() -> None:
+    versions = Versions()
+    await versions.answered(1)
+    await settle()
+    before = versions.shadow
+    traffic = TrafficRoute({"1": 1.0, "2": 0.0}, "1")
+    versions.both.update(msgspec.structs.replace(versions.both.route, kind=VersionsKind(traffic)))
+    await settle()
+    assert (versions.both.shadow, before.in_flight, shadowed()) == (None, 0, {"ended": 1})
+
+
+async def test_an_error_of_our_own_in_comparing_reaches_no_client(caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         is_crowded = False
 
@@ -351,16 +312,13 @@ def test_an_error_of_our_own_in_comparing_reaches_no_client(caplog: pytest.LogCa
         async def compute(self, request: InferRequest) -> Answer:
             return Answer({"y": RawTensor("FP32", (1, 1), b"12")})
 
-    async def scenario() -> None:
-        count_from_zero()
-        shadow = Shadow("c.2", Broken)
-        inputs = {"x": RawTensor("FP32", (1, 1), bytes(4))}
-        request = InferRequest("", inputs, 1, [OutputWish("y", True)], {}, {})
-        shadow.offer(request, Answer({"y": inputs["x"]}), NUMBERS, 0.1, is_crowded=False)
-        await settle()
-        assert shadowed() == {"failed": 1}
-
-    run(scenario)
+    count_from_zero()
+    shadow = Shadow("c.2", Broken)
+    inputs = {"x": RawTensor("FP32", (1, 1), bytes(4))}
+    request = InferRequest("", inputs, 1, [OutputWish("y", True)], {}, {})
+    shadow.offer(request, Answer({"y": inputs["x"]}), NUMBERS, 0.1, is_crowded=False)
+    await settle()
+    assert shadowed() == {"failed": 1}
     assert "could not be compared" in caplog.text
 
 
@@ -369,7 +327,7 @@ def test_an_error_of_our_own_in_comparing_reaches_no_client(caplog: pytest.LogCa
     [(BadRequest("so"), "failed"), (QueueFull("so"), "load"), (Unavailable("so"), "unavailable"),
      (ReplicaLost("so"), "failed")],
 )  # fmt: skip
-def test_what_an_error_of_the_shadow_counts_as(error: HeadwaterError, counted: str) -> None:
+async def test_what_an_error_of_the_shadow_counts_as(error: HeadwaterError, counted: str) -> None:
     class Failing:
         is_crowded = False
 
@@ -380,16 +338,13 @@ def test_what_an_error_of_the_shadow_counts_as(error: HeadwaterError, counted: s
             assert (request.is_copy, request.priority, request.timeout_us, request.owner) == (True, 10, 0, "")
             raise error
 
-    async def scenario() -> None:
-        count_from_zero()
-        shadow = Shadow("c.2", Failing)
-        inputs = {"x": RawTensor("FP32", (1, 1), bytes(4))}
-        request = InferRequest("", inputs, 1, [OutputWish("y", True)], {}, {}, owner="me", timeout_us=5)
-        shadow.offer(request, Answer({"y": inputs["x"]}), NUMBERS, 0.1, is_crowded=False)
-        await settle()
-        assert shadowed() == {counted: 1}
-
-    run(scenario)
+    count_from_zero()
+    shadow = Shadow("c.2", Failing)
+    inputs = {"x": RawTensor("FP32", (1, 1), bytes(4))}
+    request = InferRequest("", inputs, 1, [OutputWish("y", True)], {}, {}, owner="me", timeout_us=5)
+    shadow.offer(request, Answer({"y": inputs["x"]}), NUMBERS, 0.1, is_crowded=False)
+    await settle()
+    assert shadowed() == {counted: 1}
 
 
 def tensor(datatype: str, values: Any) -> RawTensor:

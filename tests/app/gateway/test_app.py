@@ -170,14 +170,11 @@ def test_head_of_what_get_does_not_answer_is_not_allowed() -> None:
     assert body == b""
 
 
-def test_what_get_answers_allows_head() -> None:
+async def test_what_get_answers_allows_head() -> None:
     app = create_app(Models(), Server(access_log=False))
 
-    async def delete() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
-            return await client.delete("/v2")
-
-    answer = asyncio.run(delete())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+        answer = await client.delete("/v2")
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
 
 
@@ -219,37 +216,28 @@ def test_the_id_of_a_request_to_cancel_may_have_slashes_either_way(path: str, re
 
 
 @pytest.mark.parametrize("name", ["Content-Type", "Content-Encoding", "Inference-Header-Content-Length", "Origin"])
-def test_a_header_that_a_proxy_may_read_otherwise_is_refused_twice(name: str) -> None:
-    async def ask() -> httpx.Response:
-        gateway = create_app(Models(), Server(access_log=False))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway), base_url="http://test") as client:
-            return await client.post("/v2/models/m/infer", headers=[(name, "1"), (name, "2")])
-
-    answer = asyncio.run(ask())
+async def test_a_header_that_a_proxy_may_read_otherwise_is_refused_twice(name: str) -> None:
+    gateway = create_app(Models(), Server(access_log=False))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway), base_url="http://test") as client:
+        answer = await client.post("/v2/models/m/infer", headers=[(name, "1"), (name, "2")])
     assert answer.status_code == 400
     assert answer.json()["error"] == f"header {name}: expected one, got 2"
 
 
 @pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
-def test_no_page_frames_the_docs(path: str) -> None:
-    async def ask() -> httpx.Response:
-        gateway = create_app(Models(), Server(access_log=False))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway), base_url="http://test") as client:
-            return await client.get(path)
-
-    answer = asyncio.run(ask())
+async def test_no_page_frames_the_docs(path: str) -> None:
+    gateway = create_app(Models(), Server(access_log=False))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway), base_url="http://test") as client:
+        answer = await client.get(path)
     assert answer.status_code == 200
     assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
     assert answer.headers["x-content-type-options"] == "nosniff"
 
 
-def test_an_index_may_leave_ready_open() -> None:
-    async def ask() -> httpx.Response:
-        gateway = create_app(Models(), Server(access_log=False))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway), base_url="http://test") as client:
-            return await client.post("/v2/repository/index", json={"ready": None})
-
-    answer = asyncio.run(ask())
+async def test_an_index_may_leave_ready_open() -> None:
+    gateway = create_app(Models(), Server(access_log=False))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway), base_url="http://test") as client:
+        answer = await client.post("/v2/repository/index", json={"ready": None})
     assert (answer.status_code, answer.json()) == (200, [])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import get_args
 
 import pytest
@@ -39,14 +38,11 @@ def unreachable(*arguments: object) -> None:
 
 
 @pytest.mark.parametrize(("kind", "dispatcher"), DISPATCHERS, ids=[type(kind).__name__ for kind, _ in DISPATCHERS])
-def test_a_kind_has_a_dispatcher(kind: Kind, dispatcher: type) -> None:
-    async def scenario() -> None:
-        parts = Parts(unreachable, QueueBudget(), None, unreachable, unreachable, unreachable)  # type: ignore[arg-type]
-        made = make_dispatcher(DeploymentRoute("m", State.LOADING, kind=kind), parts)
-        assert type(made) is dispatcher
-        made.close()
-
-    asyncio.run(scenario())
+async def test_a_kind_has_a_dispatcher(kind: Kind, dispatcher: type) -> None:
+    parts = Parts(unreachable, QueueBudget(), None, unreachable, unreachable, unreachable)  # type: ignore[arg-type]
+    made = make_dispatcher(DeploymentRoute("m", State.LOADING, kind=kind), parts)
+    assert type(made) is dispatcher
+    made.close()
 
 
 def test_all_kinds_are_here() -> None:

@@ -20,7 +20,7 @@ from headwater_server.control.routing import RoutingTable
 from headwater_server.gateway.worker import serve_beside
 
 
-def test_a_background_task_that_fails_is_logged_and_ends_the_worker(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_background_task_that_fails_is_logged_and_ends_the_worker(caplog: pytest.LogCaptureFixture) -> None:
     stopped: list[str] = []
 
     async def fails() -> None:
@@ -32,21 +32,19 @@ def test_a_background_task_that_fails_is_logged_and_ends_the_worker(caplog: pyte
         finally:
             stopped.append("cancelled")
 
-    async def scenario() -> str:
-        ended = asyncio.Event()
+    ended = asyncio.Event()
 
-        async def serve() -> None:
-            await ended.wait()
-
-        return await asyncio.wait_for(serve_beside(serve, [fails, goes_on], ended.set), 10)
+    async def serve() -> None:
+        await ended.wait()
 
     with caplog.at_level(logging.ERROR):
-        assert asyncio.run(scenario()) == "a background task failed: ValueError: a date that there is not"
+        reason = await asyncio.wait_for(serve_beside(serve, [fails, goes_on], ended.set), 10)
+    assert reason == "a background task failed: ValueError: a date that there is not"
     assert stopped == ["cancelled"]
     assert "a date that there is not" in caplog.text
 
 
-def test_background_tasks_end_with_the_server(caplog: pytest.LogCaptureFixture) -> None:
+async def test_background_tasks_end_with_the_server(caplog: pytest.LogCaptureFixture) -> None:
     async def ends() -> None:
         await asyncio.sleep(0)
 
@@ -57,16 +55,14 @@ def test_background_tasks_end_with_the_server(caplog: pytest.LogCaptureFixture) 
         for _ in range(3):
             await asyncio.sleep(0)
 
-    async def scenario() -> str:
-        return await asyncio.wait_for(serve_beside(serve, [ends, goes_on], lambda: None), 10)
-
-    assert asyncio.run(scenario()) == ""
+    assert await asyncio.wait_for(serve_beside(serve, [ends, goes_on], lambda: None), 10) == ""
     assert not caplog.records
 
 
 @pytest.mark.slow
-def test_a_request_that_the_end_cuts_off_is_in_the_access_log() -> None:
-    async def scenario(folder: Path) -> str:
+async def test_a_request_that_the_end_cuts_off_is_in_the_access_log() -> None:
+    with tempfile.TemporaryDirectory(prefix="hw-") as name:
+        folder = Path(name)
         control = ControlServer(None)
         await control.start(folder / "control")
         control.publish(RoutingTable(()))
@@ -88,12 +84,8 @@ def test_a_request_that_the_end_cuts_off_is_in_the_access_log() -> None:
                 log = await worker.stderr.read()
                 assert await worker.wait() == 0
                 writer.close()
-                return log.decode()
             finally:
                 if worker.returncode is None:
                     worker.kill()
-
-    with tempfile.TemporaryDirectory(prefix="hw-") as folder:
-        log = asyncio.run(asyncio.wait_for(scenario(Path(folder)), 60))
     (line,) = [line for line in map(json.loads, log.splitlines()) if line.get("request_id") == "cut-off"]
     assert (line["path"], line["status"]) == ("/v2/repository/index", 499)

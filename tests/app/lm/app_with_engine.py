@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.app.lm.scripted import FOLDER
 from tests.app.lm.stand_in import SIGNATURE, route_of
 from tests.app.lm.test_with_engine_host import HostClient
 
-__all__ = ["Ask", "run"]
+__all__ = ["Ask", "app_with_engine"]
 
 
 class Ask:
@@ -53,24 +54,21 @@ class Ask:
             return await client.post(path, json=body, headers=headers)
 
 
-def run(
+@contextlib.asynccontextmanager
+async def app_with_engine(
     engine: Engine,
-    scenario: Callable[[Ask, LmDispatcher], Awaitable[None]],
     folder: Path = FOLDER,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
-) -> None:
-    async def main() -> None:
-        host = EngineHost(engine)
-        models = Models(lambda name, route: HostClient(host))
-        specification = LanguageModelSpec(str(folder), engine.limits, sampling=sampling)
-        signature = msgspec.structs.replace(SIGNATURE, language_model=specification)
-        models.update(RoutingTable((msgspec.structs.replace(route_of("a", timeout_s=20), signature=signature),)))
-        records = RequestRecords(None, StreamLimits(ping_s=0.02))
-        ask = Ask(create_app(models, Server(), records=records))
-        try:
-            await asyncio.wait_for(scenario(ask, models.language_model(models.get("lm"))), 30)
-        finally:
-            models.close()
-            await asyncio.to_thread(host.close)
-
-    asyncio.run(main())
+) -> AsyncIterator[tuple[Ask, LmDispatcher]]:
+    host = EngineHost(engine)
+    models = Models(lambda name, route: HostClient(host))
+    specification = LanguageModelSpec(str(folder), engine.limits, sampling=sampling)
+    signature = msgspec.structs.replace(SIGNATURE, language_model=specification)
+    models.update(RoutingTable((msgspec.structs.replace(route_of("a", timeout_s=20), signature=signature),)))
+    records = RequestRecords(None, StreamLimits(ping_s=0.02))
+    ask = Ask(create_app(models, Server(), records=records))
+    try:
+        yield ask, models.language_model(models.get("lm"))
+    finally:
+        models.close()
+        await asyncio.to_thread(host.close)

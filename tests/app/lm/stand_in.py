@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 
 from headwater.engine import EngineLimits
 from headwater.signature import LanguageModelSpec, Signature, TensorSpec
@@ -200,10 +200,6 @@ class Bench:
     def replica(self) -> Replica:
         (replica,) = self.replicas.values()
         return replica
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
 async def settle() -> None:

@@ -14,8 +14,7 @@ from headwater.engine import Engine, EngineLimits
 from headwater.lm.loading import plan_language_model
 from headwater_server.errors import BadRequest
 from headwater_server.lm.chat import ChatRequest
-from headwater_server.lm.language_model import LmDispatcher
-from tests.app.lm.app_with_engine import Ask, run
+from tests.app.lm.app_with_engine import app_with_engine
 from tests.app.lm.response_events import said, told
 from tests.app.lm.scripted import LIMITS
 from tests.app.lm.tool_text import VOCAB_SIZE, WEATHER, tool_folder, tool_text
@@ -100,11 +99,11 @@ def check(name: str, arguments: str) -> None:
         assert (name, value) == ("nothing", {})
 
 
-def asking(model: tuple[Path, Engine], *requests: dict[str, Any]) -> list[list[Choice]]:
+async def asking(model: tuple[Path, Engine], *requests: dict[str, Any]) -> list[list[Choice]]:
     """The answers to requests, whole and streamed alike."""
     answers: list[list[Choice]] = []
-
-    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+    folder, engine = model
+    async with app_with_engine(engine, folder) as (ask, _dispatcher):
         for fields in requests:
             body = {**ASKED, "max_tokens": 400, "n": 4, **fields}
             whole = await ask("/v1/chat/completions", **body)
@@ -112,14 +111,11 @@ def asking(model: tuple[Path, Engine], *requests: dict[str, Any]) -> list[list[C
             said = choices(whole.json())
             assert streamed((await ask("/v1/chat/completions", stream=True, **body)).text, body["n"]) == said
             answers.append(said)
-
-    folder, engine = model
-    run(engine, scenario, folder)
     return answers
 
 
-def test_required_calls_are_sound_whole_and_streamed(model: tuple[Path, Engine]) -> None:
-    answers = asking(model, *({"tool_choice": "required", "seed": 10 * seed} for seed in range(3)))
+async def test_required_calls_are_sound_whole_and_streamed(model: tuple[Path, Engine]) -> None:
+    answers = await asking(model, *({"tool_choice": "required", "seed": 10 * seed} for seed in range(3)))
     names = set()
     counts = set()
     for content, calls, finish in (choice for answer in answers for choice in answer):
@@ -133,11 +129,13 @@ def test_required_calls_are_sound_whole_and_streamed(model: tuple[Path, Engine])
     assert max(counts) > 1
 
 
-def test_a_named_function_is_called_once(model: tuple[Path, Engine]) -> None:
+async def test_a_named_function_is_called_once(model: tuple[Path, Engine]) -> None:
     named: list[dict[str, Any]] = [
         {"type": "function", "function": {"name": name}} for name in ("weather", "refer", "nothing")
     ]
-    for choice, answer in zip(named, asking(model, *({"tool_choice": one, "seed": 1} for one in named)), strict=True):
+    for choice, answer in zip(
+        named, await asking(model, *({"tool_choice": one, "seed": 1} for one in named)), strict=True
+    ):
         for content, calls, finish in answer:
             assert (content, finish) == (None, "tool_calls")
             ((name, arguments),) = calls
@@ -146,45 +144,45 @@ def test_a_named_function_is_called_once(model: tuple[Path, Engine]) -> None:
 
 
 @pytest.mark.parametrize("parameters", [{}, {"parameters": None}])
-def test_a_tool_without_parameters_is_called_without_arguments(
+async def test_a_tool_without_parameters_is_called_without_arguments(
     model: tuple[Path, Engine], parameters: dict[str, Any]
 ) -> None:
     tool = {"type": "function", "function": {"name": "bare", **parameters}}
-    chats = asking(model, *({"tools": [tool], "tool_choice": "required", "seed": seed} for seed in (0, 10)))
+    chats = await asking(model, *({"tools": [tool], "tool_choice": "required", "seed": seed} for seed in (0, 10)))
     calls = [call for answer in chats for _, calls, finish in answer for call in calls if finish == "tool_calls"]
     assert calls
     assert {(name, json.loads(arguments) == {}) for name, arguments in calls} == {("bare", True)}
 
-    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+    folder, engine = model
+    async with app_with_engine(engine, folder) as (ask, _dispatcher):
         flat = {"type": "function", "name": "bare", **parameters}
         body: dict[str, Any] = {"model": "lm", "input": "hi", "tools": [flat], "tool_choice": "required"}
         items = said((await ask("/v1/responses", parallel_tool_calls=False, max_output_tokens=300, **body)).json())
         assert [(item[1], json.loads(item[2])) for item in items] == [("bare", {})]
 
-    folder, engine = model
-    run(engine, scenario, folder)
 
-
-def test_one_call_only_unless_they_may_be_parallel(model: tuple[Path, Engine]) -> None:
-    (answer,) = asking(model, {"tool_choice": "required", "parallel_tool_calls": False, "seed": 3, "n": 8})
+async def test_one_call_only_unless_they_may_be_parallel(model: tuple[Path, Engine]) -> None:
+    (answer,) = await asking(model, {"tool_choice": "required", "parallel_tool_calls": False, "seed": 3, "n": 8})
     for _, calls, finish in answer:
         assert (len(calls), finish) == (1, "tool_calls")
         check(*calls[0])
 
 
-def test_what_the_length_cuts_says_so(model: tuple[Path, Engine]) -> None:
+async def test_what_the_length_cuts_says_so(model: tuple[Path, Engine]) -> None:
     tool = {"type": "function", "function": {"name": "weather"}}
-    answers = asking(model, *({"tool_choice": tool, "seed": 4, "max_tokens": most} for most in (1, 3, 12, 16, 20)))
+    answers = await asking(
+        model, *({"tool_choice": tool, "seed": 4, "max_tokens": most} for most in (1, 3, 12, 16, 20))
+    )
     for content, calls, finish in (choice for answer in answers for choice in answer):
         assert content is None
         assert finish in ("length", "tool_calls")
         assert len(calls) <= 1
 
 
-def test_where_a_call_may_be_content_keeps_to_its_format(model: tuple[Path, Engine]) -> None:
+async def test_where_a_call_may_be_content_keeps_to_its_format(model: tuple[Path, Engine]) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     response_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    answers = asking(model, *({"response_format": response_format, "seed": 10 * seed} for seed in range(3)))
+    answers = await asking(model, *({"response_format": response_format, "seed": 10 * seed} for seed in range(3)))
     kinds = set()
     for content, calls, finish in (choice for answer in answers for choice in answer):
         kinds.add(bool(calls))
@@ -197,10 +195,11 @@ def test_where_a_call_may_be_content_keeps_to_its_format(model: tuple[Path, Engi
     assert False in kinds
 
 
-def test_a_response_says_what_the_chat_says(model: tuple[Path, Engine]) -> None:
+async def test_a_response_says_what_the_chat_says(model: tuple[Path, Engine]) -> None:
     flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
 
-    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+    folder, engine = model
+    async with app_with_engine(engine, folder) as (ask, _dispatcher):
         for seed in range(4):
             fields: dict[str, Any] = {"model": "lm", "tool_choice": "required", "seed": seed}
             chat = await ask("/v1/chat/completions", **{**ASKED, **fields, "max_tokens": 300})
@@ -215,9 +214,6 @@ def test_a_response_says_what_the_chat_says(model: tuple[Path, Engine]) -> None:
             stream = (await ask("/v1/responses", stream=True, **body)).text
             events = [json.loads(line[6:]) for line in stream.split("\n") if line.startswith("data: ")]
             assert said(told(events)) == items
-
-    folder, engine = model
-    run(engine, scenario, folder)
 
 
 # Requests
@@ -245,14 +241,12 @@ def test_what_cannot_be_required_is_refused() -> None:
     assert LIMITS.grammars == frozenset()
 
 
-def test_a_schema_that_cannot_be_followed_is_a_fault_of_the_tools(model: tuple[Path, Engine]) -> None:
+async def test_a_schema_that_cannot_be_followed_is_a_fault_of_the_tools(model: tuple[Path, Engine]) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "what"}}}}}
 
-    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+    folder, engine = model
+    async with app_with_engine(engine, folder) as (ask, _dispatcher):
         answer = await ask("/v1/chat/completions", **{**ASKED, "tools": [tool], "tool_choice": "required"})
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "tools"
         assert answer.json()["error"]["message"].startswith("tools: expected ")
-
-    folder, engine = model
-    run(engine, scenario, folder)

@@ -14,8 +14,7 @@ from headwater.engine import EngineLimits, Sampling, SequenceRequest, TokenEvent
 from headwater.lm.causal_lm import load_causal_lm
 from headwater.lm.null_engine import NullEngine
 from headwater.lm.slot_engine import SlotEngine
-from headwater_server.lm.language_model import LmDispatcher
-from tests.app.lm.app_with_engine import Ask, run
+from tests.app.lm.app_with_engine import app_with_engine
 from tests.app.lm.scripted import FOLDER, tiny_text
 from tests.app.lm.stand_in import until
 from tests.counted import count_from_zero, counts_of
@@ -30,10 +29,10 @@ def text_of(answer: httpx.Response) -> str:
     return "".join(json.loads(frame)["choices"][0]["text"] for frame in frames[:-1])
 
 
-def test_tokens_come_through_as_text() -> None:
+async def test_tokens_come_through_as_text() -> None:
     count_from_zero()
 
-    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+    async with app_with_engine(NullEngine(LIMITS)) as (ask, _dispatcher):
         expected = tiny_text().tokenizer.decode(range(600), skip_special_tokens=True)
         asked: dict[str, Any] = {"model": "lm", "prompt": "x", "max_tokens": 600}
         answers = await asyncio.gather(*(ask("/v1/completions", stream=n % 2 == 1, **asked) for n in range(4)))
@@ -41,8 +40,6 @@ def test_tokens_come_through_as_text() -> None:
             text = text_of(answer) if n % 2 else answer.json()["choices"][0]["text"]
             assert text == expected
         assert counts_of("lm").total("headwater_generated_tokens") == 4 * 600
-
-    run(NullEngine(LIMITS), scenario)
 
 
 class CachingEngine(NullEngine):
@@ -65,10 +62,10 @@ class CachingEngine(NullEngine):
         ]  # fmt: skip
 
 
-def test_what_the_prefix_cache_had_is_in_the_usage_and_counted() -> None:
+async def test_what_the_prefix_cache_had_is_in_the_usage_and_counted() -> None:
     count_from_zero()
 
-    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+    async with app_with_engine(CachingEngine()) as (ask, _dispatcher):
         asked: dict[str, Any] = {"model": "lm", "max_tokens": 3}
         cached = {"cached_tokens": 0}
         whole = (await ask("/v1/completions", prompt="def f(x, y, z):", **asked)).json()["usage"]
@@ -85,37 +82,31 @@ def test_what_the_prefix_cache_had_is_in_the_usage_and_counted() -> None:
         assert json.loads(usage.removeprefix("data: "))["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}
         assert counts_of("lm").total("headwater_cached_prompt_tokens") == sum(range(6))
 
-    run(CachingEngine(), scenario)
 
-
-def test_prefixes_are_shared_by_the_requests_of_a_key_only() -> None:
+async def test_prefixes_are_shared_by_the_requests_of_a_key_only() -> None:
     engine = CachingEngine()
 
-    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+    async with app_with_engine(engine) as (ask, _dispatcher):
         for ask.key in ("", "alice", "bob"):
             assert (await ask("/v1/completions", model="lm", prompt="def f(x):", max_tokens=1)).status_code == 200
         assert [request.cache_scope for request in engine.requests] == ["", "alice", "bob"]
 
-    run(engine, scenario)
 
-
-def test_a_stop_string_frees_the_engine() -> None:
+async def test_a_stop_string_frees_the_engine() -> None:
     engine = NullEngine(LIMITS)
 
-    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+    async with app_with_engine(engine) as (ask, dispatcher):
         stop = tiny_text().tokenizer.decode([500, 501], skip_special_tokens=True)
         answer = await ask("/v1/completions", model="lm", prompt="x", max_tokens=90_000, stop=stop, stream=True)
         assert text_of(answer) == tiny_text().tokenizer.decode(range(500), skip_special_tokens=True).partition(stop)[0]
         await until(lambda: not engine.active)
         assert dispatcher.in_flight == 0
 
-    run(engine, scenario)
 
-
-def test_a_cancelled_request_is_told_so() -> None:
+async def test_a_cancelled_request_is_told_so() -> None:
     engine = NullEngine(LIMITS, step_s=0.001)
 
-    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+    async with app_with_engine(engine) as (ask, _dispatcher):
         asked: dict[str, Any] = {"model": "lm", "prompt": "x", "max_tokens": 90_000, "n": 2}
         whole = asyncio.create_task(ask("/v1/completions", "whole", **asked))
         stream = asyncio.create_task(ask("/v1/completions", "stream", stream=True, **asked))
@@ -131,13 +122,11 @@ def test_a_cancelled_request_is_told_so() -> None:
         assert (await ask("/v2/requests/whole/cancel")).status_code == 404
         await until(lambda: not engine.active)
 
-    run(engine, scenario)
 
-
-def test_a_full_queue_is_told_by_its_status() -> None:
+async def test_a_full_queue_is_told_by_its_status() -> None:
     engine = NullEngine(LIMITS, step_s=0.001)
 
-    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+    async with app_with_engine(engine) as (ask, _dispatcher):
         asked: dict[str, Any] = {"model": "lm", "prompt": "x", "max_tokens": 90_000}
         running = asyncio.create_task(ask("/v1/completions", "running", n=6, **asked))
         await until(lambda: engine.active == 4 and engine.waiting == 2)
@@ -149,13 +138,11 @@ def test_a_full_queue_is_told_by_its_status() -> None:
         assert (await ask("/v2/requests/running/cancel")).json()["cancelled"] == 6
         assert (await running).status_code == 409
 
-    run(engine, scenario)
 
-
-def test_a_stream_that_waits_for_its_turn_gets_heartbeats() -> None:
+async def test_a_stream_that_waits_for_its_turn_gets_heartbeats() -> None:
     engine = NullEngine(LIMITS, step_s=0.001)
 
-    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+    async with app_with_engine(engine) as (ask, _dispatcher):
         asked: dict[str, Any] = {"model": "lm", "prompt": "x"}
         others = asyncio.create_task(ask("/v1/completions", "others", n=4, max_tokens=90_000, **asked))
         await until(lambda: engine.active == 4)
@@ -169,16 +156,12 @@ def test_a_stream_that_waits_for_its_turn_gets_heartbeats() -> None:
         assert all(frame.startswith("data: ") for frame in frames)
         assert (await others).status_code == 409
 
-    run(engine, scenario)
 
-
-def test_a_request_may_have_a_deadline_of_its_own() -> None:
-    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+async def test_a_request_may_have_a_deadline_of_its_own() -> None:
+    async with app_with_engine(NullEngine(LIMITS, step_s=0.001)) as (ask, _dispatcher):
         answer = await ask("/v2/models/lm/generate", text_input="x", max_tokens=90_000, timeout=200_000)
         assert answer.status_code == 504
         assert "0.2 s" in answer.json()["error"]
-
-    run(NullEngine(LIMITS, step_s=0.001), scenario)
 
 
 def tiny_engine(**options: Any) -> SlotEngine:
@@ -206,10 +189,10 @@ def checked_prompt(told: dict[str, Any], prompt: str, engine: SlotEngine, most: 
     return len(ids)
 
 
-def test_prompts_are_scored_as_lm_evaluation_harness_asks_for_it() -> None:
+async def test_prompts_are_scored_as_lm_evaluation_harness_asks_for_it() -> None:
     engine = tiny_engine()
 
-    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+    async with app_with_engine(engine) as (ask, _dispatcher):
         asked: dict[str, Any] = {"model": "lm", "echo": True, "logprobs": 5, "temperature": 0}
         ids = [tiny_text().encode_text(prompt) for prompt in PROMPTS]
         for max_tokens in 0, 1:
@@ -232,13 +215,11 @@ def test_prompts_are_scored_as_lm_evaluation_harness_asks_for_it() -> None:
                 assert usage["completion_tokens"] == max_tokens * len(PROMPTS)
                 assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
 
-    run(engine, scenario)
 
-
-def test_what_is_streamed_of_a_prompt_is_what_the_whole_answer_has() -> None:
+async def test_what_is_streamed_of_a_prompt_is_what_the_whole_answer_has() -> None:
     engine = tiny_engine()
 
-    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+    async with app_with_engine(engine) as (ask, _dispatcher):
         asked: dict[str, Any] = {"model": "lm", "echo": True, "logprobs": 2, "temperature": 0, "n": 2}
         for max_tokens in 0, 1, 9:
             prompts: dict[str, Any] = {"prompt": PROMPTS, "max_tokens": max_tokens, **asked}
@@ -260,24 +241,20 @@ def test_what_is_streamed_of_a_prompt_is_what_the_whole_answer_has() -> None:
                 assert got["text_offset"] == choice["logprobs"]["text_offset"]
                 checked_prompt(got, PROMPTS[choice["index"] // 2], engine, 2)
 
-    run(engine, scenario)
 
-
-def test_an_engine_that_can_not_score_prompts_says_so() -> None:
-    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+async def test_an_engine_that_can_not_score_prompts_says_so() -> None:
+    async with app_with_engine(NullEngine(LIMITS)) as (ask, _dispatcher):
         answer = await ask("/v1/completions", model="lm", prompt="x", echo=True, logprobs=1)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "logprobs"
         assert answer.json()["error"]["message"].startswith("logprobs: this model has no log probabilities of prompts")
 
-    run(NullEngine(LIMITS), scenario)
 
-
-def test_requests_that_say_nothing_of_it_are_sampled_as_the_folder_says() -> None:
+async def test_requests_that_say_nothing_of_it_are_sampled_as_the_folder_says() -> None:
     loaded = load_causal_lm(FOLDER)
     engine = SlotEngine(loaded.model, eos_ids=loaded.eos_ids, max_sequences=8)
 
-    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
+    async with app_with_engine(engine, sampling=Sampling(top_k=1, temperature=0.9)) as (ask, _dispatcher):
         asked: dict[str, Any] = {"model": "lm", "prompt": "def fibonacci(n):", "max_tokens": 12}
         answers = [await ask("/v1/completions", **asked) for _ in range(3)]
         best = await ask("/v1/completions", **asked, temperature=0)
@@ -288,5 +265,3 @@ def test_requests_that_say_nothing_of_it_are_sampled_as_the_folder_says() -> Non
         assert len({answer.json()["choices"][0]["text"] for answer in others}) > 1
         said = await ask("/v1/responses", model="lm", input="hi", max_output_tokens=1)
         assert (said.json()["temperature"], said.json()["top_p"]) == (0.9, 1.0)
-
-    run(engine, scenario, sampling=Sampling(top_k=1, temperature=0.9))

@@ -17,8 +17,7 @@ from headwater.lm.loading import plan_language_model
 from headwater.lm.null_engine import NullEngine
 from headwater_server.errors import BadRequest
 from headwater_server.lm.chat import ChatRequest
-from headwater_server.lm.language_model import LmDispatcher
-from tests.app.lm.app_with_engine import Ask, run
+from tests.app.lm.app_with_engine import app_with_engine
 from tests.app.lm.scripted import FOLDER, LIMITS
 from tests.app.lm.tool_text import tool_text
 
@@ -40,30 +39,25 @@ def schema_format(schema: object, **rest: object) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, **rest}}
 
 
-def asked(path: str, of: Engine | None = None, **fields: Any) -> httpx.Response:
-    answers: list[httpx.Response] = []
-
-    async def scenario(ask: Ask, dispatcher: LmDispatcher) -> None:
-        answers.append(await ask(path, **fields))
-
-    run(of or engine(), scenario)
-    return answers[0]
+async def asked(path: str, of: Engine | None = None, **fields: Any) -> httpx.Response:
+    async with app_with_engine(of or engine()) as (ask, _dispatcher):
+        return await ask(path, **fields)
 
 
-def chat(**fields: Any) -> Any:
-    return asked("/v1/chat/completions", **{**CHAT, **fields}).json()
+async def chat(**fields: Any) -> Any:
+    return (await asked("/v1/chat/completions", **{**CHAT, **fields})).json()
 
 
-def refused(of: Engine | None = None, **fields: Any) -> tuple[str, str]:
+async def refused(of: Engine | None = None, **fields: Any) -> tuple[str, str]:
     """The field that the answer names, and the message."""
-    answer = asked("/v1/chat/completions", of, **{**CHAT, **fields})
+    answer = await asked("/v1/chat/completions", of, **{**CHAT, **fields})
     assert answer.status_code == 400
     error = answer.json()["error"]
     return error["param"], error["message"]
 
 
-def test_every_choice_follows_the_schema() -> None:
-    answer = chat(n=4, response_format=schema_format(SCHEMA, strict=True), logprobs=True, top_logprobs=2)
+async def test_every_choice_follows_the_schema() -> None:
+    answer = await chat(n=4, response_format=schema_format(SCHEMA, strict=True), logprobs=True, top_logprobs=2)
     assert len({choice["message"]["content"] for choice in answer["choices"]}) > 1
     for choice in answer["choices"]:
         value = json.loads(choice["message"]["content"])
@@ -74,23 +68,23 @@ def test_every_choice_follows_the_schema() -> None:
         assert "".join(one["token"] for one in choice["logprobs"]["content"]) == choice["message"]["content"]
 
 
-def test_a_stream_is_the_whole_answer_in_pieces() -> None:
+async def test_a_stream_is_the_whole_answer_in_pieces() -> None:
     fields: dict[str, Any] = {"response_format": schema_format(SCHEMA), "stop": ["\n\n\n\n\n\n\n\n"]}
-    whole = chat(**fields)["choices"][0]
-    streamed = asked("/v1/chat/completions", **CHAT, stream=True, **fields).text
+    whole = (await chat(**fields))["choices"][0]
+    streamed = (await asked("/v1/chat/completions", **CHAT, stream=True, **fields)).text
     chunks = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
     assert "".join(one["choices"][0]["delta"].get("content", "") for one in chunks) == whole["message"]["content"]
     assert chunks[-1]["choices"][0]["finish_reason"] == whole["finish_reason"]
 
 
-def test_an_answer_that_max_tokens_cuts_says_so() -> None:
-    (choice,) = chat(response_format=schema_format(SCHEMA), max_tokens=3)["choices"]
+async def test_an_answer_that_max_tokens_cuts_says_so() -> None:
+    (choice,) = (await chat(response_format=schema_format(SCHEMA), max_tokens=3))["choices"]
     assert choice["finish_reason"] == "length"
 
 
-def test_json_object() -> None:
+async def test_json_object() -> None:
     for seed in range(3):
-        (choice,) = chat(response_format={"type": "json_object"}, seed=seed)["choices"]
+        (choice,) = (await chat(response_format={"type": "json_object"}, seed=seed))["choices"]
         text = choice["message"]["content"]
         assert text.startswith("{")
         assert choice["finish_reason"] == "length" or isinstance(json.loads(text), dict)
@@ -106,28 +100,27 @@ def test_json_object() -> None:
         ({"json": '{"enum": [1, null]}', "regex": None}, "1|null"),
     ],
 )
-def test_vllms_structured_outputs_at_every_route(given: dict[str, Any], pattern: str) -> None:
+async def test_vllms_structured_outputs_at_every_route(given: dict[str, Any], pattern: str) -> None:
+    parameters: dict[str, Any] = {"max_tokens": 99, "structured_outputs": given}
+    completion = await asked("/v1/completions", model="lm", prompt="hi", **parameters)
+    generated = await asked("/v2/models/lm/generate", text_input="hi", parameters=parameters)
     texts = [
-        chat(structured_outputs=given)["choices"][0]["message"]["content"],
-        asked("/v1/completions", model="lm", prompt="hi", max_tokens=99, structured_outputs=given).json()["choices"][0][
-            "text"
-        ],
-        asked("/v2/models/lm/generate", text_input="hi", parameters={"max_tokens": 99, "structured_outputs": given})
-        .json()
-        ["text_output"],
-    ]  # fmt: skip
+        (await chat(structured_outputs=given))["choices"][0]["message"]["content"],
+        completion.json()["choices"][0]["text"],
+        generated.json()["text_output"],
+    ]
     for text in texts:
         assert re.fullmatch(pattern, text), text
 
 
 @pytest.mark.parametrize(("count", "length"), [(200, 10), (800, 11), (8, 1000)])
-def test_many_labels_are_one_choice(count: int, length: int) -> None:
+async def test_many_labels_are_one_choice(count: int, length: int) -> None:
     labels = [f"{n:03}{chr(97 + n % 26) * (length - 3)}" for n in range(count)]
-    answer = chat(structured_outputs={"choice": labels}, n=2, max_tokens=400)
+    answer = await chat(structured_outputs={"choice": labels}, n=2, max_tokens=400)
     assert all(
         choice["message"]["content"] in labels or choice["finish_reason"] == "length" for choice in answer["choices"]
     )
-    prefixes = chat(structured_outputs={"choice": ["a", "ab", "abc", "abc"]}, n=8, temperature=2)
+    prefixes = await chat(structured_outputs={"choice": ["a", "ab", "abc", "abc"]}, n=8, temperature=2)
     assert {choice["message"]["content"] for choice in prefixes["choices"]} <= {"a", "ab", "abc"}
 
 
@@ -141,9 +134,9 @@ def properties(count: int, **rest: Any) -> dict[str, Any]:
     }
 
 
-def test_an_object_may_have_many_optional_properties() -> None:
+async def test_an_object_may_have_many_optional_properties() -> None:
     for schema in (properties(500), properties(600, required=[f"p{n}" for n in range(100)])):
-        (choice,) = chat(response_format=schema_format(schema), max_tokens=20)["choices"]
+        (choice,) = (await chat(response_format=schema_format(schema), max_tokens=20))["choices"]
         assert choice["message"]["content"].startswith("{")
 
 
@@ -212,13 +205,13 @@ def test_what_can_not_be_followed_to_its_end_is_refused_before_the_answer(
         ),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(fields: dict[str, Any], field: str, message: str) -> None:
-    named, said = refused(**fields)
+async def test_what_is_wrong_is_named(fields: dict[str, Any], field: str, message: str) -> None:
+    named, said = await refused(**fields)
     assert named == field
     assert said.startswith(f"{field}: ")
     assert message in said
 
 
-def test_an_engine_that_supports_no_grammar_is_not_asked() -> None:
+async def test_an_engine_that_supports_no_grammar_is_not_asked() -> None:
     expected = ("response_format", "response_format: this model does not support it; leave it out")
-    assert refused(NullEngine(), response_format={"type": "json_object"}) == expected
+    assert await refused(NullEngine(), response_format={"type": "json_object"}) == expected

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from headwater_server.errors import ContractBroken, HeadwaterError, ReplicaLost
@@ -19,51 +17,39 @@ def stream(*stops: str) -> TextStream:
     return TextStream(TEXTS, [], stops=StopAutomaton(stops))
 
 
-def test_a_sequence_is_dropped_at_its_stop_string_and_the_others_go_on() -> None:
-    async def scenario() -> None:
-        specs = [SequenceSpec([5], 100), SequenceSpec([5], 100)]
-        generation = ScriptedGeneration(specs, Script(text="a = 1; b = 2; c = 3"))
-        job = TextGeneration(generation, [stream(";"), stream()], 1)
-        assert await job.whole() == [TextPiece("a = 1", [], "stop", True), TextPiece("a = 1; b = 2; c = 3", [], "stop")]
-        assert generation.dropped == [0]
-        assert job.usage.prompt_tokens == 1
-        both = len(ids_of("a = 1; b = 2; c = 3")) + 1 + len(ids_of("a = 1;"))
-        assert job.usage.completion_tokens == both
-        job.close()
-        assert generation.is_closed
-
-    asyncio.run(scenario())
+async def test_a_sequence_is_dropped_at_its_stop_string_and_the_others_go_on() -> None:
+    specs = [SequenceSpec([5], 100), SequenceSpec([5], 100)]
+    generation = ScriptedGeneration(specs, Script(text="a = 1; b = 2; c = 3"))
+    job = TextGeneration(generation, [stream(";"), stream()], 1)
+    assert await job.whole() == [TextPiece("a = 1", [], "stop", True), TextPiece("a = 1; b = 2; c = 3", [], "stop")]
+    assert generation.dropped == [0]
+    assert job.usage.prompt_tokens == 1
+    both = len(ids_of("a = 1; b = 2; c = 3")) + 1 + len(ids_of("a = 1;"))
+    assert job.usage.completion_tokens == both
+    job.close()
+    assert generation.is_closed
 
 
-def test_a_stop_string_in_the_last_tokens_needs_no_drop() -> None:
-    async def scenario() -> None:
-        generation = ScriptedGeneration([SequenceSpec([5], 100)], Script(text="a = 1; b", chunk=100))
-        assert await TextGeneration(generation, [stream(";")], 1).whole() == [TextPiece("a = 1", [], "stop", True)]
-        assert generation.dropped == []
-
-    asyncio.run(scenario())
+async def test_a_stop_string_in_the_last_tokens_needs_no_drop() -> None:
+    generation = ScriptedGeneration([SequenceSpec([5], 100)], Script(text="a = 1; b", chunk=100))
+    assert await TextGeneration(generation, [stream(";")], 1).whole() == [TextPiece("a = 1", [], "stop", True)]
+    assert generation.dropped == []
 
 
-def test_an_end_without_a_reason_is_no_answer() -> None:
+async def test_an_end_without_a_reason_is_no_answer() -> None:
     class Silent(ScriptedGeneration):
         async def news(self) -> list[tuple[int, Tokens]]:
             return []
 
-    async def scenario() -> None:
-        silent = Silent([SequenceSpec([5], 3)], Script())
-        with pytest.raises(ContractBroken, match="sequence 0: expected the engine's reason for its end"):
-            await TextGeneration(silent, [stream()], 1).whole()
-
-    asyncio.run(scenario())
+    silent = Silent([SequenceSpec([5], 3)], Script())
+    with pytest.raises(ContractBroken, match="sequence 0: expected the engine's reason for its end"):
+        await TextGeneration(silent, [stream()], 1).whole()
 
 
-def test_a_failure_is_passed_on() -> None:
-    async def scenario() -> None:
-        script = Script(fail_after=3, error=ReplicaLost("gone"))
-        with pytest.raises(HeadwaterError, match="gone"):
-            await TextGeneration(ScriptedGeneration([SequenceSpec([5], 99)], script), [stream()], 1).whole()
-
-    asyncio.run(scenario())
+async def test_a_failure_is_passed_on() -> None:
+    script = Script(fail_after=3, error=ReplicaLost("gone"))
+    with pytest.raises(HeadwaterError, match="gone"):
+        await TextGeneration(ScriptedGeneration([SequenceSpec([5], 99)], script), [stream()], 1).whole()
 
 
 def test_usage_as_openai_has_it() -> None:

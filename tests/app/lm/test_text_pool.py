@@ -13,7 +13,7 @@ import pytest
 
 from headwater_server.errors import BadRequest, QueueFull
 from headwater_server.lm.text_pool import MAX_WAITING_BYTES, SHORT_BYTES, TextPool
-from tests.app.lm.stand_in import run, until
+from tests.app.lm.stand_in import until
 
 LONG = SHORT_BYTES + 1
 
@@ -44,78 +44,63 @@ def start(pool: TextPool, works: Works, name: str, owner: str, size: int = LONG)
     return asyncio.get_running_loop().create_task(pool.run(works.make(name), owner, size))
 
 
-def test_long_prompts_of_one_client_delay_neither_others_nor_short_prompts() -> None:
-    async def scenario() -> None:
-        pool, works = TextPool(2), Works()
-        tasks = [start(pool, works, f"a{n}", "a") for n in range(7)]
-        await until(lambda: works.begun == ["a0"])
-        tasks.append(start(pool, works, "b0", "b"))
-        await until(lambda: works.begun == ["a0", "b0"])
-        assert await pool.run(lambda: "short", "a", SHORT_BYTES) == "short"
-        works.end()
-        assert await asyncio.gather(*tasks) == [f"a{n}" for n in range(7)] + ["b0"]
-
-    run(scenario)
+async def test_long_prompts_of_one_client_delay_neither_others_nor_short_prompts() -> None:
+    pool, works = TextPool(2), Works()
+    tasks = [start(pool, works, f"a{n}", "a") for n in range(7)]
+    await until(lambda: works.begun == ["a0"])
+    tasks.append(start(pool, works, "b0", "b"))
+    await until(lambda: works.begun == ["a0", "b0"])
+    assert await pool.run(lambda: "short", "a", SHORT_BYTES) == "short"
+    works.end()
+    assert await asyncio.gather(*tasks) == [f"a{n}" for n in range(7)] + ["b0"]
 
 
-def test_clients_take_turns() -> None:
-    async def scenario() -> None:
-        pool, works = TextPool(2), Works()
-        tasks = [start(pool, works, f"{owner}{n}", owner) for owner in "xy" for n in range(1)]
-        await until(lambda: len(works.begun) == 2)
-        tasks += [start(pool, works, f"{owner}{n}", owner) for owner in "abc" for n in range(2)]
-        await until(lambda: sum(map(len, pool._long._waiting.values())) == 6)
-        works.end()
-        await asyncio.gather(*tasks)
-        first = [works.begun.index(name) for name in ("a0", "b0", "c0")]
-        assert max(first) < min(works.begun.index(name) for name in ("a1", "b1", "c1")) + 1
-
-    run(scenario)
+async def test_clients_take_turns() -> None:
+    pool, works = TextPool(2), Works()
+    tasks = [start(pool, works, f"{owner}{n}", owner) for owner in "xy" for n in range(1)]
+    await until(lambda: len(works.begun) == 2)
+    tasks += [start(pool, works, f"{owner}{n}", owner) for owner in "abc" for n in range(2)]
+    await until(lambda: sum(map(len, pool._long._waiting.values())) == 6)
+    works.end()
+    await asyncio.gather(*tasks)
+    first = [works.begun.index(name) for name in ("a0", "b0", "c0")]
+    assert max(first) < min(works.begun.index(name) for name in ("a1", "b1", "c1")) + 1
 
 
-def test_what_nobody_waits_for_any_more_is_not_done() -> None:
-    async def scenario() -> None:
-        pool, works = TextPool(2), Works()
-        first, second, third = (start(pool, works, f"a{n}", "a") for n in range(3))
-        await until(lambda: works.begun == ["a0"])
-        second.cancel()
-        first.cancel()
-        works.end()
-        assert await third == "a2"
-        assert works.begun == ["a0", "a2"]
-        assert not pool._long._waiting
-        assert not pool._long._waiting_bytes
-
-    run(scenario)
+async def test_what_nobody_waits_for_any_more_is_not_done() -> None:
+    pool, works = TextPool(2), Works()
+    first, second, third = (start(pool, works, f"a{n}", "a") for n in range(3))
+    await until(lambda: works.begun == ["a0"])
+    second.cancel()
+    first.cancel()
+    works.end()
+    assert await third == "a2"
+    assert works.begun == ["a0", "a2"]
+    assert not pool._long._waiting
+    assert not pool._long._waiting_bytes
 
 
-def test_nothing_is_kept_of_a_client_that_left_before_its_turn() -> None:
-    async def scenario() -> None:
-        pool, works = TextPool(2), Works()
-        first, second, third = (start(pool, works, owner, owner) for owner in "abc")
-        await until(lambda: works.begun == ["a", "b"])
-        third.cancel()
-        works.end("a", "b")
-        assert [await first, await second] == ["a", "b"]
-        assert works.begun == ["a", "b"]
-        assert not pool._long._waiting
-        assert not pool._long._waiting_bytes
-
-    run(scenario)
+async def test_nothing_is_kept_of_a_client_that_left_before_its_turn() -> None:
+    pool, works = TextPool(2), Works()
+    first, second, third = (start(pool, works, owner, owner) for owner in "abc")
+    await until(lambda: works.begun == ["a", "b"])
+    third.cancel()
+    works.end("a", "b")
+    assert [await first, await second] == ["a", "b"]
+    assert works.begun == ["a", "b"]
+    assert not pool._long._waiting
+    assert not pool._long._waiting_bytes
 
 
-def test_errors_come_through() -> None:
-    async def scenario() -> None:
-        def fail() -> None:
-            raise BadRequest("wrong")
+async def test_errors_come_through() -> None:
+    def fail() -> None:
+        raise BadRequest("wrong")
 
-        with pytest.raises(BadRequest, match="wrong"):
-            await TextPool(2).run(fail, "a", 1)
-
-    run(scenario)
+    with pytest.raises(BadRequest, match="wrong"):
+        await TextPool(2).run(fail, "a", 1)
 
 
-def test_nothing_is_kept_of_work_that_failed() -> None:
+async def test_nothing_is_kept_of_work_that_failed() -> None:
     class Text(str):
         """A client's."""
 
@@ -129,28 +114,22 @@ def test_nothing_is_kept_of_work_that_failed() -> None:
             await pool.run(fail, "a", 1)
         return weakref.ref(text)
 
-    async def scenario() -> None:
-        text = await refuse(TextPool(1))
-        await until(lambda: text() is None)  # the thread lets go of it after the answer
-
     gc.disable()
     try:
-        run(scenario)
+        text = await refuse(TextPool(1))
+        await until(lambda: text() is None)  # the thread lets go of it after the answer
     finally:
         gc.enable()
 
 
-def test_a_client_whose_requests_wait_in_masses_is_told_to_come_back() -> None:
-    async def scenario() -> None:
-        pool, works = TextPool(2), Works()
-        tasks = [start(pool, works, "a0", "a"), start(pool, works, "a1", "a", MAX_WAITING_BYTES)]
-        await until(lambda: works.begun == ["a0"])
-        with pytest.raises(QueueFull, match="expected at most 67108864 bytes of your requests to wait") as caught:
-            await pool.run(works.make("a2"), "a", LONG)
-        assert caught.value.retry_after_s
-        tasks.append(start(pool, works, "b0", "b"))
-        await until(lambda: "b0" in works.begun)
-        works.end()
-        await asyncio.gather(*tasks)
-
-    run(scenario)
+async def test_a_client_whose_requests_wait_in_masses_is_told_to_come_back() -> None:
+    pool, works = TextPool(2), Works()
+    tasks = [start(pool, works, "a0", "a"), start(pool, works, "a1", "a", MAX_WAITING_BYTES)]
+    await until(lambda: works.begun == ["a0"])
+    with pytest.raises(QueueFull, match="expected at most 67108864 bytes of your requests to wait") as caught:
+        await pool.run(works.make("a2"), "a", LONG)
+    assert caught.value.retry_after_s
+    tasks.append(start(pool, works, "b0", "b"))
+    await until(lambda: "b0" in works.begun)
+    works.end()
+    await asyncio.gather(*tasks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from types import SimpleNamespace
 
 import msgspec
@@ -58,18 +58,16 @@ class HostClient:
         assert [frame async for frame in self.frames("", request)] == []
 
 
-def run(engine: Engine, scenario: Callable[[LmDispatcher, EngineHost], Awaitable[None]]) -> None:
-    async def main() -> None:
-        count_from_zero()
-        host = EngineHost(engine)
-        dispatcher = LmDispatcher(route_of("a"), lambda name, route: HostClient(host), lambda folder: None)  # type: ignore[arg-type, return-value]
-        try:
-            await asyncio.wait_for(scenario(dispatcher, host), 20)
-        finally:
-            dispatcher.close()
-            await asyncio.to_thread(host.close)
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def hosted(engine: Engine) -> AsyncIterator[tuple[LmDispatcher, EngineHost]]:
+    count_from_zero()
+    host = EngineHost(engine)
+    dispatcher = LmDispatcher(route_of("a"), lambda name, route: HostClient(host), lambda folder: None)  # type: ignore[arg-type, return-value]
+    try:
+        yield dispatcher, host
+    finally:
+        dispatcher.close()
+        await asyncio.to_thread(host.close)
 
 
 async def whole(generation: Generation) -> dict[int, list[int]]:
@@ -80,8 +78,8 @@ async def whole(generation: Generation) -> dict[int, list[int]]:
     return got
 
 
-def test_many_requests_at_once_each_get_all_of_their_tokens() -> None:
-    async def scenario(dispatcher: LmDispatcher, host: EngineHost) -> None:
+async def test_many_requests_at_once_each_get_all_of_their_tokens() -> None:
+    async with hosted(NullEngine()) as (dispatcher, _host):
         lengths = [(number * 37 % 300, number % 5) for number in range(100)]
         answers = await asyncio.gather(
             *(whole(dispatcher.open("q", [spec(one), spec(other)])) for one, other in lengths)
@@ -92,13 +90,11 @@ def test_many_requests_at_once_each_get_all_of_their_tokens() -> None:
         assert counts.total("headwater_generated_tokens") == sum(one + other for one, other in lengths)
         assert dispatcher.load.active == dispatcher.in_flight == 0
 
-    run(NullEngine(), scenario)
 
-
-def test_requests_are_cancelled_by_their_id_or_left_and_the_engine_is_then_idle() -> None:
+async def test_requests_are_cancelled_by_their_id_or_left_and_the_engine_is_then_idle() -> None:
     engine = NullEngine(step_s=0.001)
 
-    async def scenario(dispatcher: LmDispatcher, host: EngineHost) -> None:
+    async with hosted(engine) as (dispatcher, _host):
         mine, left, dropped = (dispatcher.open(id, [spec(900_000)] * 2) for id in ("mine", "left", "dropped"))
         for generation in (mine, left, dropped):
             assert await generation.news()
@@ -114,29 +110,25 @@ def test_requests_are_cancelled_by_their_id_or_left_and_the_engine_is_then_idle(
         await until(lambda: not engine.has_work)
         assert dispatcher.cancel("mine") == 0
 
-    run(engine, scenario)
-
 
 @pytest.mark.parametrize(
     ("fault", "message"), [("repeat", "repeated tokens"), ("history", "repeated tokens"), ("skip", "left tokens out")]
 )
-def test_an_engine_that_breaks_its_contract_is_found_out(fault: str, message: str) -> None:
+async def test_an_engine_that_breaks_its_contract_is_found_out(fault: str, message: str) -> None:
     bad = FaultyEngine(NullEngine(), fault, is_faulty=lambda id: id.endswith("/0"))  # type: ignore[arg-type]
 
-    async def scenario(dispatcher: LmDispatcher, host: EngineHost) -> None:
+    async with hosted(bad) as (dispatcher, _host):
         faulty, good = dispatcher.open("faulty", [spec(50)]), dispatcher.open("good", [spec(50)])
         with pytest.raises(ContractBroken, match=message):
             await whole(faulty)
         assert await whole(good) == {0: list(range(50))}
         assert counts_of(dispatcher.route.name).total("headwater_contract_violations") == 1
 
-    run(bad, scenario)
 
-
-def test_what_the_engine_refuses_has_the_right_status() -> None:
+async def test_what_the_engine_refuses_has_the_right_status() -> None:
     limits = EngineLimits(max_sequences=1, max_waiting=1, context_length=100_000, cache_tokens=100_000, vocab_size=10)
 
-    async def scenario(dispatcher: LmDispatcher, host: EngineHost) -> None:
+    async with hosted(NullEngine(limits, step_s=0.001)) as (dispatcher, _host):
         with pytest.raises(BadRequest) as caught:
             await whole(dispatcher.open("long", [spec(100_000)]))
         assert caught.value.field is None
@@ -148,11 +140,9 @@ def test_what_the_engine_refuses_has_the_right_status() -> None:
         running.close()
         assert await whole(waiting) == {0: [0, 1, 2, 3, 4]}
 
-    run(NullEngine(limits, step_s=0.001), scenario)
 
-
-def test_what_a_host_never_had_because_it_knows_no_such_channel_is_asked_for_on_another() -> None:
-    async def scenario(dispatcher: LmDispatcher, host: EngineHost) -> None:
+async def test_what_a_host_never_had_because_it_knows_no_such_channel_is_asked_for_on_another() -> None:
+    async with hosted(NullEngine()) as (dispatcher, host):
         assert await whole(dispatcher.open("q", [spec(3)])) == {0: [0, 1, 2]}
         with host._changed:
             (before,) = host._channels
@@ -161,11 +151,9 @@ def test_what_a_host_never_had_because_it_knows_no_such_channel_is_asked_for_on_
         assert before not in host._channels
         assert counts_of(dispatcher.route.name).total("headwater_sequences") == 3
 
-    run(NullEngine(), scenario)
 
-
-def test_a_host_that_ends_says_why() -> None:
-    async def scenario(dispatcher: LmDispatcher, host: EngineHost) -> None:
+async def test_a_host_that_ends_says_why() -> None:
+    async with hosted(NullEngine(step_s=0.001)) as (dispatcher, host):
         generation = dispatcher.open("q", [spec(900_000)])
         assert await generation.news()
         await asyncio.to_thread(host.close, "the replica is ending")
@@ -173,5 +161,3 @@ def test_a_host_that_ends_says_why() -> None:
             await whole(generation)
         with pytest.raises(Unavailable, match="the replica is ending"):
             await whole(dispatcher.open("q", [spec(5)]))
-
-    run(NullEngine(step_s=0.001), scenario)

@@ -470,21 +470,18 @@ def test_who_is_no_page_hears_nothing_of_origins(gateway: Ring, method: str, pat
     assert not any(name.startswith("access-control-") for name in headers)
 
 
-def test_without_origins_and_keys_neither_is_in_the_way() -> None:
+async def test_without_origins_and_keys_neither_is_in_the_way() -> None:
     app = create_app(Models(), Server(access_log=False))
 
-    async def ask() -> list[httpx.Response]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server.example") as client:
-            headers = {"origin": "https://app.example"}
-            return [await client.get("/v2", headers=headers), await client.post("/v2/models/m/infer", headers=headers)]
-
-    answers = asyncio.run(ask())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server.example") as client:
+        headers = {"origin": "https://app.example"}
+        answers = [await client.get("/v2", headers=headers), await client.post("/v2/models/m/infer", headers=headers)]
     assert [answer.status_code for answer in answers] == [200, 404]
     assert not any("access-control-allow-origin" in answer.headers for answer in answers)
 
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/v2/models/m/infer"), ("GET", "/v2")])
-def test_a_fault_before_any_endpoint_is_answered_and_logged_with_the_requests_id(
+async def test_a_fault_before_any_endpoint_is_answered_and_logged_with_the_requests_id(
     gateway: Ring, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, method: str, path: str
 ) -> None:
     def fail(scope: Scope) -> None:
@@ -492,12 +489,9 @@ def test_a_fault_before_any_endpoint_is_answered_and_logged_with_the_requests_id
 
     monkeypatch.setattr(gateway.ring, "admit", fail)
 
-    async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(gateway.app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server.example") as client:
-            return await client.request(method, path, headers={**bearer(KEYS["infer"]), "x-request-id": "r-1"})
-
-    answer = asyncio.run(ask())
+    transport = httpx.ASGITransport(gateway.app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server.example") as client:
+        answer = await client.request(method, path, headers={**bearer(KEYS["infer"]), "x-request-id": "r-1"})
     assert (answer.status_code, answer.headers["x-request-id"]) == (500, "r-1")
     assert "request id r-1" in answer.json()["error"]
     assert "request r-1 failed in the gateway" in caplog.text

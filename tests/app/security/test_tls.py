@@ -49,25 +49,22 @@ async def shown_name(certificate: Certificate) -> bytes:
     return shown
 
 
-def test_a_new_certificate_is_shown_without_a_restart_and_a_broken_one_is_not(
+async def test_a_new_certificate_is_shown_without_a_restart_and_a_broken_one_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     section = make(tmp_path, "first")
 
-    async def run() -> None:
-        certificate = Certificate(section)
-        assert b"first" in await shown_name(certificate)
-        section.certificate.write_text("broken")
-        certificate.renew()
-        assert "keeping the previous one" in caplog.text
-        assert b"first" in await shown_name(certificate)
-        second = make(tmp_path, "second")
-        second.certificate.replace(section.certificate)
-        second.key.replace(section.key)
-        certificate.renew()
-        assert b"second" in await shown_name(certificate)
-
-    asyncio.run(run())
+    certificate = Certificate(section)
+    assert b"first" in await shown_name(certificate)
+    section.certificate.write_text("broken")
+    certificate.renew()
+    assert "keeping the previous one" in caplog.text
+    assert b"first" in await shown_name(certificate)
+    second = make(tmp_path, "second")
+    second.certificate.replace(section.certificate)
+    second.key.replace(section.key)
+    certificate.renew()
+    assert b"second" in await shown_name(certificate)
 
 
 def test_while_the_files_are_missing_or_broken_what_is_kept_of_them_is_shown(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,23 +85,21 @@ class Served(Supervisor):
         return self.sets["base"].route(1).adapters
 
 
-def run(scenario: Callable[[Served], Awaitable[None]], folder: Path, *replicas: str, **fields: Any) -> None:
-    async def main() -> None:
-        before = asyncio.all_tasks()
-        async with stand_ins(*(replicas or ("base-0",))) as found:
-            served = Served(found, folder, **fields)
-            try:
-                await served.start()
-                await scenario(served)
-            finally:
-                for task in asyncio.all_tasks() - before:
-                    task.cancel()
-
-    asyncio.run(asyncio.wait_for(main(), 20))
+@contextlib.asynccontextmanager
+async def serving(folder: Path, *replicas: str, **fields: Any) -> AsyncIterator[Served]:
+    before = asyncio.all_tasks()
+    async with stand_ins(*(replicas or ("base-0",))) as found:
+        served = Served(found, folder, **fields)
+        try:
+            await served.start()
+            yield served
+        finally:
+            for task in asyncio.all_tasks() - before:
+                task.cancel()
 
 
-def test_one_is_unloaded_after_its_requests_and_loaded_again(tmp_path: Path) -> None:
-    async def scenario(served: Served) -> None:
+async def test_one_is_unloaded_after_its_requests_and_loaded_again(tmp_path: Path) -> None:
+    async with serving(tmp_path, allow_load="never") as served:
         assert served.served == {"x": 0, "y": 0}
         served.drained = Drained(2, 1)
         answer = await served.do("unload", "x")
@@ -118,11 +117,9 @@ def test_one_is_unloaded_after_its_requests_and_loaded_again(tmp_path: Path) -> 
         assert await served.told("load", "x") == (409, "model `x`: the LoRA adapter is already loaded")
         assert len(served.launched) == 1
 
-    run(scenario, tmp_path, allow_load="never")
 
-
-def test_other_commands_are_the_base_models(tmp_path: Path) -> None:
-    async def scenario(served: Served) -> None:
+async def test_other_commands_are_the_base_models(tmp_path: Path) -> None:
+    async with serving(tmp_path, "base-0", "base-1") as served:
         for action, config in (("reload", None), ("scale", None), ("load", {"timeout_s": 1})):
             status, text = await served.told(action, "x", config)
             assert status == 409
@@ -132,11 +129,9 @@ def test_other_commands_are_the_base_models(tmp_path: Path) -> None:
         assert (await served.do("load", "base")).status == 200
         assert served.asked == []
 
-    run(scenario, tmp_path, "base-0", "base-1")
 
-
-def test_a_configuration_with_other_adapters_restarts_nothing(tmp_path: Path) -> None:
-    async def scenario(served: Served) -> None:
+async def test_a_configuration_with_other_adapters_restarts_nothing(tmp_path: Path) -> None:
+    async with serving(tmp_path, "base-0", "base-1", replicas=2) as served:
         answer = await served.do("reload", "base", {"options": {"adapters": {**served.paths("z"), "x": None}}})
         assert (answer.status, answer.content["state"]) == (200, "READY")
         assert sorted(served.asked[:2]) == [("base-0", "load", "z"), ("base-1", "load", "z")]
@@ -146,12 +141,10 @@ def test_a_configuration_with_other_adapters_restarts_nothing(tmp_path: Path) ->
         assert served.served == {"x": 1, "y": 0}
         assert len(served.launched) == 2
 
-    run(scenario, tmp_path, "base-0", "base-1", replicas=2)
-
 
 @pytest.mark.parametrize("change", ["none", "more", "folder", "rank"])
-def test_what_replicas_that_serve_cannot_do_takes_other_replicas(tmp_path: Path, change: str) -> None:
-    async def scenario(served: Served) -> None:
+async def test_what_replicas_that_serve_cannot_do_takes_other_replicas(tmp_path: Path, change: str) -> None:
+    async with serving(tmp_path, "base-0", "base-1") as served:
         configs: dict[str, dict[str, Any]] = {
             "none": {"options": {"adapters": {}}},
             "more": {"timeout_s": 3, "options": {"adapters": served.paths("z")}},
@@ -163,11 +156,9 @@ def test_what_replicas_that_serve_cannot_do_takes_other_replicas(tmp_path: Path,
         assert len(served.launched) == 2
         assert served.launched[1].adapters == served.sets["base"].config.adapters
 
-    run(scenario, tmp_path, "base-0", "base-1")
 
-
-def test_if_one_replica_refuses_all_have_what_they_had(tmp_path: Path) -> None:
-    async def scenario(served: Served) -> None:
+async def test_if_one_replica_refuses_all_have_what_they_had(tmp_path: Path) -> None:
+    async with serving(tmp_path, "base-0", "base-1", replicas=2) as served:
         served.does = lambda action, adapter: adapter != "z"
         wanted = {"options": {"adapters": served.paths("high", "z")}}
         served.places.joinpath("high", "adapter_config.json").write_text('{"r": 16}')
@@ -189,11 +180,9 @@ def test_if_one_replica_refuses_all_have_what_they_had(tmp_path: Path) -> None:
         assert served.launched[0].adapters == served.paths("x", "y")
         assert served.served == {"x": 0, "y": 0}
 
-    run(scenario, tmp_path, "base-0", "base-1", replicas=2)
 
-
-def test_a_replica_that_was_starting_gets_the_present_ones_before_it_serves(tmp_path: Path) -> None:
-    async def scenario(served: Served) -> None:
+async def test_a_replica_that_was_starting_gets_the_present_ones_before_it_serves(tmp_path: Path) -> None:
+    async with serving(tmp_path, "base-0", "base-1", "base-2", replicas=2) as served:
         served.auto_ready = False
         served.launched[1].end("killed")
         await until(lambda: len(served.launched) == 3)
@@ -205,11 +194,9 @@ def test_a_replica_that_was_starting_gets_the_present_ones_before_it_serves(tmp_
         await until(lambda: len(served.sets["base"].ready) == 2)
         assert served.asked[2:] == [("base-2", "unload", "x"), ("base-2", "load", "z")]
 
-    run(scenario, tmp_path, "base-0", "base-1", "base-2", replicas=2)
 
-
-def test_a_replica_that_does_not_take_them_never_serves(tmp_path: Path) -> None:
-    async def scenario(served: Served) -> None:
+async def test_a_replica_that_does_not_take_them_never_serves(tmp_path: Path) -> None:
+    async with serving(tmp_path, "base-0", "base-1", "base-2", "base-3", replicas=2) as served:
         served.auto_ready = False
         served.launched[1].end("killed")
         await until(lambda: len(served.launched) == 3)
@@ -220,5 +207,3 @@ def test_a_replica_that_does_not_take_them_never_serves(tmp_path: Path) -> None:
         assert served.launched[2].reason == "replica base-2 did not unload adapter `x`: it doesn't fit"
         assert served.launched[3].adapters == served.paths("y")
         await settle()
-
-    run(scenario, tmp_path, "base-0", "base-1", "base-2", "base-3", replicas=2)

@@ -18,7 +18,7 @@ from headwater_server.control.load import Tally
 from headwater_server.supervisor.canary import WINDOW_S, Canaries, Comparison
 from headwater_server.supervisor.states import VersionsState
 from headwater_server.telemetry.catalogue import ALL_SERIES, VERSION_TIMES
-from tests.app.supervisor.test_lifecycle import Supervisor, run
+from tests.app.supervisor.test_lifecycle import Supervisor
 
 BOUNDS_MS = np.array(ALL_SERIES[VERSION_TIMES].bounds) / 1e6
 BUCKETS = len(BOUNDS_MS) + 1
@@ -171,24 +171,21 @@ def test_what_was_before_the_window_does_not_count() -> None:
     assert compared.verdict(WINDOW_S + 1.5, later) is None
 
 
-def test_a_version_that_fails_loses_its_share_and_the_state_says_why() -> None:
-    async def scenario() -> None:
-        traffic = {"1": 0.9, "2": 0.1, "rollback": {"min_requests": 100}}
-        supervisor = Supervisor({"c": {"model": "m:C", "versions": {"1": {}, "2": {}}, "traffic": traffic}})
-        await supervisor.start()
-        tallies: dict[str, Tally] = {}
-        canaries = Canaries(supervisor.deployments, lambda: tallies, supervisor.lifecycle.is_busy, supervisor)
-        canaries.tick()
-        tallies.update({"c.1": tally(1000), "c.2": tally(0, 100)})
-        canaries.tick()
-        state = supervisor.composites["c"]
-        assert isinstance(state, VersionsState)
-        assert state.config.shared_traffic.shares == {"1": 1.0, "2": 0.0}
-        assert state.rolled_back == (
-            "version `2` lost its share by itself: 100 % of its requests failed, 0 % of the default's (it had 10 %)"
-        )
-        assert state.reason.startswith(state.rolled_back)
-        canaries.tick()
-        assert not state.is_watched
-
-    run(scenario)
+async def test_a_version_that_fails_loses_its_share_and_the_state_says_why() -> None:
+    traffic = {"1": 0.9, "2": 0.1, "rollback": {"min_requests": 100}}
+    supervisor = Supervisor({"c": {"model": "m:C", "versions": {"1": {}, "2": {}}, "traffic": traffic}})
+    await supervisor.start()
+    tallies: dict[str, Tally] = {}
+    canaries = Canaries(supervisor.deployments, lambda: tallies, supervisor.lifecycle.is_busy, supervisor)
+    canaries.tick()
+    tallies.update({"c.1": tally(1000), "c.2": tally(0, 100)})
+    canaries.tick()
+    state = supervisor.composites["c"]
+    assert isinstance(state, VersionsState)
+    assert state.config.shared_traffic.shares == {"1": 1.0, "2": 0.0}
+    assert state.rolled_back == (
+        "version `2` lost its share by itself: 100 % of its requests failed, 0 % of the default's (it had 10 %)"
+    )
+    assert state.reason.startswith(state.rolled_back)
+    canaries.tick()
+    assert not state.is_watched

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import subprocess
 import sys
@@ -33,40 +32,34 @@ def new_children() -> ChildProcesses:
     return ChildProcesses(ReplicaMemory(), (), ControlServer().drain, lambda: None)
 
 
-def test_a_child_that_is_stopped_at_two_looks_is_found(child: subprocess.Popen[bytes]) -> None:
-    async def scenario() -> None:
-        children = new_children()
-        exited = children.follow(child, "a child")
-        assert children.stopped() == []
-        child.send_signal(signal.SIGSTOP)
-        wait_for(lambda: state(child.pid) == psutil.STATUS_STOPPED, what="the stop")
-        assert children.stopped() == []
-        assert children.stopped() == [child.pid]
-        child.send_signal(signal.SIGCONT)
-        wait_for(lambda: state(child.pid) != psutil.STATUS_STOPPED, what="the process to go on")
-        assert children.stopped() == []
-        child.send_signal(signal.SIGSTOP)
-        wait_for(lambda: state(child.pid) == psutil.STATUS_STOPPED, what="the stop")
-        assert children.stopped() == []  # looks before it went on don't count
-        child.kill()
-        wait_for(lambda: state(child.pid) == psutil.STATUS_ZOMBIE, what="the end")
-        assert children.stopped() == []
-        children.reap()
-        assert await exited == child.returncode == -signal.SIGKILL
-        assert children.stopped() == []
-
-    asyncio.run(scenario())
+async def test_a_child_that_is_stopped_at_two_looks_is_found(child: subprocess.Popen[bytes]) -> None:
+    children = new_children()
+    exited = children.follow(child, "a child")
+    assert children.stopped() == []
+    child.send_signal(signal.SIGSTOP)
+    wait_for(lambda: state(child.pid) == psutil.STATUS_STOPPED, what="the stop")
+    assert children.stopped() == []
+    assert children.stopped() == [child.pid]
+    child.send_signal(signal.SIGCONT)
+    wait_for(lambda: state(child.pid) != psutil.STATUS_STOPPED, what="the process to go on")
+    assert children.stopped() == []
+    child.send_signal(signal.SIGSTOP)
+    wait_for(lambda: state(child.pid) == psutil.STATUS_STOPPED, what="the stop")
+    assert children.stopped() == []  # looks before it went on don't count
+    child.kill()
+    wait_for(lambda: state(child.pid) == psutil.STATUS_ZOMBIE, what="the end")
+    assert children.stopped() == []
+    children.reap()
+    assert await exited == child.returncode == -signal.SIGKILL
+    assert children.stopped() == []
 
 
-def test_a_child_that_was_reaped_elsewhere_is_not_found(child: subprocess.Popen[bytes]) -> None:
-    async def scenario() -> None:
-        children = new_children()
-        children.follow(child, "a child")
-        child.kill()
-        child.wait()
-        assert [children.stopped() for _ in range(3)] == [[], [], []]
-
-    asyncio.run(scenario())
+async def test_a_child_that_was_reaped_elsewhere_is_not_found(child: subprocess.Popen[bytes]) -> None:
+    children = new_children()
+    children.follow(child, "a child")
+    child.kill()
+    child.wait()
+    assert [children.stopped() for _ in range(3)] == [[], [], []]
 
 
 def test_a_backoff_doubles_up_to_a_bound_and_begins_anew_after_a_process_that_lived_long() -> None:

@@ -43,48 +43,42 @@ def sleepers() -> Iterator[list[subprocess.Popen[bytes]]]:
         yield found
 
 
-def test_a_worker_that_gives_no_sign_of_life_is_killed_and_no_other(
+async def test_a_worker_that_gives_no_sign_of_life_is_killed_and_no_other(
     sleepers: list[subprocess.Popen[bytes]], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = Config.model_validate({"deployments": {"m": {"model": "m:M"}}})
     monkeypatch.setattr("headwater_server.supervisor.front.PING_TIMEOUT_S", 4)
     silent, alive, stranger = sleepers
 
-    async def scenario() -> None:
-        control, pings = ControlServer(), Pings()
-        children = ChildProcesses(ReplicaMemory(), (), control.drain, lambda: None)
-        workers = Workers(config, children, cast(ControlServer, pings), Observer(None))
-        workers.pids = {0: silent.pid, 1: alive.pid}
-        pings.unanswered = {silent.pid: 3, alive.pid: 0, stranger.pid: 99}
-        workers.end_silent()
-        assert silent.poll() is None
-        pings.unanswered[silent.pid] = 4
-        workers.end_silent()
-
-    asyncio.run(scenario())
+    control, pings = ControlServer(), Pings()
+    children = ChildProcesses(ReplicaMemory(), (), control.drain, lambda: None)
+    workers = Workers(config, children, cast(ControlServer, pings), Observer(None))
+    workers.pids = {0: silent.pid, 1: alive.pid}
+    pings.unanswered = {silent.pid: 3, alive.pid: 0, stranger.pid: 99}
+    workers.end_silent()
+    assert silent.poll() is None
+    pings.unanswered[silent.pid] = 4
+    workers.end_silent()
     assert silent.wait(10) == -signal.SIGKILL
     assert (alive.poll(), stranger.poll()) == (None, None)
     assert f"gateway worker 0 ({silent.pid}) has given no sign of life for 4 s" in caplog.text
 
 
 @pytest.mark.slow
-def test_the_log_says_why_a_worker_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_log_says_why_a_worker_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tls = {"certificate": str(tmp_path / "server.pem"), "key": str(tmp_path / "server.key")}
     config = Config.model_validate({"server": {"tls": tls}, "deployments": {"m": {"model": "m:M"}}})
 
-    async def scenario() -> None:
-        control = ControlServer()
-        children = ChildProcesses(ReplicaMemory(), (), control.drain, lambda: None)
-        children.folder = tmp_path
-        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, children.reap)
-        workers = Workers(config, children, control, Observer(None))
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            workers.start(listener)
-            await until(lambda: "starting another" in caplog.text, 60)
-            children.stop()
-            workers.kill()
-            await children.finish()
-
-    asyncio.run(scenario())
+    control = ControlServer()
+    children = ChildProcesses(ReplicaMemory(), (), control.drain, lambda: None)
+    children.folder = tmp_path
+    asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, children.reap)
+    workers = Workers(config, children, control, Observer(None))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        workers.start(listener)
+        await until(lambda: "starting another" in caplog.text, 60)
+        children.stop()
+        workers.kill()
+        await children.finish()
     reason = f"server.tls.certificate: {tls['certificate']}: can't be read: No such file or directory"
     assert f"gateway worker 0 ended with 1: {reason}; starting another" in caplog.text

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,24 +88,20 @@ class Whole(Supervisor):
         return str((await self.http.get("/v2/repository/index")).json()[0]["state"])
 
 
-def run(scenario: Callable[[Whole], Awaitable[None]], **fields: Any) -> None:
-    async def main() -> None:
-        with tempfile.TemporaryDirectory(prefix="hw-") as folder:
-            whole = Whole(Path(folder), **fields)
-            following = await whole.serve()
-            try:
-                await scenario(whole)
-            finally:
-                await whole.close()
-                await following
-                for task in asyncio.all_tasks() - {asyncio.current_task()}:
-                    task.cancel()
-
-    asyncio.run(asyncio.wait_for(main(), 20))
+@contextlib.asynccontextmanager
+async def served(**fields: Any) -> AsyncIterator[Whole]:
+    with tempfile.TemporaryDirectory(prefix="hw-") as folder:
+        whole = Whole(Path(folder), **fields)
+        following = await whole.serve()
+        try:
+            yield whole
+        finally:
+            await whole.close()
+            await following
 
 
-def test_unload_waits_for_what_is_in_flight_and_load_brings_the_model_back() -> None:
-    async def scenario(whole: Whole) -> None:
+async def test_unload_waits_for_what_is_in_flight_and_load_brings_the_model_back() -> None:
+    async with served() as whole:
         asked = whole.ask()
         client = whole.clients["a-0"]
         await client.called.wait()
@@ -132,11 +129,9 @@ def test_unload_waits_for_what_is_in_flight_and_load_brings_the_model_back() -> 
         whole.clients["a-1"].calls[0].answer()
         assert (await asked).status_code == 200
 
-    run(scenario)
 
-
-def test_what_outlasts_the_drain_is_answered_with_an_error_of_its_own() -> None:
-    async def scenario(whole: Whole) -> None:
+async def test_what_outlasts_the_drain_is_answered_with_an_error_of_its_own() -> None:
+    async with served(drain_timeout_s=0.05) as whole:
         asked = whole.ask()
         await whole.clients["a-0"].called.wait()
         answer = await whole.command("unload")
@@ -144,11 +139,9 @@ def test_what_outlasts_the_drain_is_answered_with_an_error_of_its_own() -> None:
         ended = await asked
         assert (ended.status_code, "drain_timeout_s" in ended.json()["error"]) == (503, True)
 
-    run(scenario, drain_timeout_s=0.05)
 
-
-def test_a_refusal_has_the_supervisors_words() -> None:
-    async def scenario(whole: Whole) -> None:
+async def test_a_refusal_has_the_supervisors_words() -> None:
+    async with served() as whole:
         answer = await whole.command("load")
         assert (answer.status_code, "is READY: it is already loaded" in answer.json()["error"]) == (409, True)
         whole.failing.add("a")
@@ -156,18 +149,14 @@ def test_a_refusal_has_the_supervisors_words() -> None:
         assert (answer.status_code, "still serves" in answer.json()["error"]) == (500, True)
         assert await whole.state() == "READY"
 
-    run(scenario)
 
-
-def test_a_config_in_the_body_reaches_the_routes_of_the_workers() -> None:
-    async def scenario(whole: Whole) -> None:
+async def test_a_config_in_the_body_reaches_the_routes_of_the_workers() -> None:
+    async with served() as whole:
         answer = await whole.command("reload", {"config": '{"timeout_s": 3, "batching": {"max_queue_size": 1}}'})
         assert (answer.status_code, answer.json()["state"]) == (200, "READY"), answer.text
         rows = {"name": "x", "datatype": "FP32", "shape": [2, 1], "data": [2, 3]}
         refused = await whole.http.post("/v2/models/a/infer", json={"inputs": [rows]})
         assert (refused.status_code, "at most 1 rows (max_queue_size" in refused.json()["error"]) == (400, True)
-
-    run(scenario)
 
 
 @pytest.mark.parametrize(
@@ -194,13 +183,11 @@ def test_a_config_in_the_body_reaches_the_routes_of_the_workers() -> None:
         ("load", {"colour": 1}, 400, "parameters.colour: unknown"),
     ],
 )
-def test_what_a_body_may_not_say(action: str, parameters: dict[str, Any], status: int, told: str) -> None:
-    async def scenario(whole: Whole) -> None:
+async def test_what_a_body_may_not_say(action: str, parameters: dict[str, Any], status: int, told: str) -> None:
+    async with served() as whole:
         answer = await whole.command(action, parameters)
         assert (answer.status_code, told in answer.json()["error"]) == (status, True), answer.text
         assert (await whole.state(), len(whole.launched)) == ("READY", 1)
-
-    run(scenario)
 
 
 @pytest.mark.slow
@@ -208,16 +195,15 @@ def test_what_a_body_may_not_say(action: str, parameters: dict[str, Any], status
 @pytest.mark.parametrize(
     "name", ["", "b", "a/", "a/b", "%2E%2E", "a%2F%2E%2E", "%2Fetc%2Fpasswd", "..%2F..%2Fetc%2Fpasswd", "%20", "%0A%09"]
 )
-def test_what_is_no_model_is_not_found(name: str, action: str) -> None:
-    async def scenario(whole: Whole) -> None:
+async def test_what_is_no_model_is_not_found(name: str, action: str) -> None:
+    async with served() as whole:
         assert (await whole.http.post(f"/v2/repository/models/{name}/{action}")).status_code == 404
         assert (await whole.state(), len(whole.launched)) == ("READY", 1)
 
-    run(scenario)
 
+async def test_an_added_model_comes_and_goes_in_the_index() -> None:
+    async with served(allow_load="any") as whole:
 
-def test_an_added_model_comes_and_goes_in_the_index() -> None:
-    async def scenario(whole: Whole) -> None:
         async def names() -> list[str]:
             return [entry["name"] for entry in (await whole.http.get("/v2/repository/index")).json()]
 
@@ -230,5 +216,3 @@ def test_an_added_model_comes_and_goes_in_the_index() -> None:
         while await names() != ["a"]:  # noqa: ASYNC110 - the answer may be ahead of the table
             await asyncio.sleep(0)
         assert (await whole.http.get("/v2/models/b/ready")).status_code == 404
-
-    run(scenario, allow_load="any")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import ClassVar
 
 import pytest
@@ -125,16 +124,12 @@ def test_what_others_have_of_a_gpu_counts() -> None:
     assert budget.taken(GPU) == 1000
 
 
-def test_a_gpu_is_measured_where_the_machines_memory_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_gpu_is_measured_where_the_machines_memory_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     deployment = Deployment.model_validate({"model": "a:B", "memory": "400MiB"})
-
-    async def scenario() -> None:
-        memory = ReplicaMemory(MemoryBudget({GPU: 1000 * MIB}), lambda groups: {}, lambda: {GPU: 700 * MIB})
-        await memory.reserve("m", deployment, 1)
-
+    memory = ReplicaMemory(MemoryBudget({GPU: 1000 * MIB}), lambda groups: {}, lambda: {GPU: 700 * MIB})
     with pytest.raises(MemoryBudgetExceeded, match=r"memory of GPU 0: it takes 400 MiB, .* 700 MiB are taken"):
-        asyncio.run(scenario())
+        await memory.reserve("m", deployment, 1)
 
 
 def test_one_that_turns_out_too_large_is_told_and_no_other_starts() -> None:

@@ -96,7 +96,7 @@ def session_priority(pid: int) -> str:
 @pytest.mark.skipif(not may_raise_priority(), reason="a priority can't be raised again by this user")
 @pytest.mark.parametrize(("model", "session_nice"), [("m:M", 0), ("vllm:x", program_of(VLLM).nice)])
 @pytest.mark.parametrize(("idle_s", "policy"), [(600.0, os.SCHED_IDLE), (0.1, os.SCHED_OTHER)])
-def test_what_starts_comes_after_what_serves(
+async def test_what_starts_comes_after_what_serves(
     idle_s: float, policy: int, model: str, session_nice: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica_process, "IDLE_S", idle_s)
@@ -107,27 +107,24 @@ def test_what_starts_comes_after_what_serves(
         forks.append(subprocess.Popen(command, stdin=fds[1], stdout=subprocess.PIPE, start_new_session=True))
         return forks[0].pid
 
-    async def start() -> None:
-        deployment = Deployment(model=model, python=Path(sys.executable) if model == "vllm:x" else None)
-        replica = ReplicaProcess("m", "m-1", deployment, tmp_path / "m-1", (), lambda stage: None)
-        replica.start(fork)
-        with forks[0] as process, contextlib.ExitStack() as ending:
-            ending.callback(replica.kill)  # the process waits for this
-            assert process.stdout is not None
-            goes, nice, first, apart = (await asyncio.to_thread(process.stdout.read)).split()
-            assert (goes, int(nice)) == (GO.strip(), OWN + START_NICE)
-            assert int(first) in (os.SCHED_IDLE, policy)
-            pid = process.pid
-            await until(lambda: priorities(pid) == (4, {OWN + START_NICE}, {policy}))
-            await until(lambda: priorities(int(apart)) == (1, {OWN + START_NICE}, {policy}))
-            assert session_priority(pid) in ("", str(START_NICE))
-            await until(lambda: replica.group == pid)
-            replica.ready.set_result(True)
-            await until(lambda: priorities(pid) == (4, {OWN}, {os.SCHED_OTHER}))
-            await until(lambda: priorities(int(apart)) == (1, {OWN}, {os.SCHED_OTHER}))
-            assert session_priority(pid) in ("", str(session_nice))
-        exited = asyncio.get_running_loop().create_future()
-        exited.set_result(0)
-        await replica.follow(exited)
-
-    asyncio.run(start())
+    deployment = Deployment(model=model, python=Path(sys.executable) if model == "vllm:x" else None)
+    replica = ReplicaProcess("m", "m-1", deployment, tmp_path / "m-1", (), lambda stage: None)
+    replica.start(fork)
+    with forks[0] as process, contextlib.ExitStack() as ending:
+        ending.callback(replica.kill)  # the process waits for this
+        assert process.stdout is not None
+        goes, nice, first, apart = (await asyncio.to_thread(process.stdout.read)).split()
+        assert (goes, int(nice)) == (GO.strip(), OWN + START_NICE)
+        assert int(first) in (os.SCHED_IDLE, policy)
+        pid = process.pid
+        await until(lambda: priorities(pid) == (4, {OWN + START_NICE}, {policy}))
+        await until(lambda: priorities(int(apart)) == (1, {OWN + START_NICE}, {policy}))
+        assert session_priority(pid) in ("", str(START_NICE))
+        await until(lambda: replica.group == pid)
+        replica.ready.set_result(True)
+        await until(lambda: priorities(pid) == (4, {OWN}, {os.SCHED_OTHER}))
+        await until(lambda: priorities(int(apart)) == (1, {OWN}, {os.SCHED_OTHER}))
+        assert session_priority(pid) in ("", str(session_nice))
+    exited = asyncio.get_running_loop().create_future()
+    exited.set_result(0)
+    await replica.follow(exited)

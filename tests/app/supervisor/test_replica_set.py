@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
 
@@ -108,20 +109,18 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReplicaProcess, "_command", command)
 
 
-def run(scenario: Callable[[Processes, ReplicaSet], Awaitable[None]], **fields: Any) -> None:
-    async def main() -> None:
-        with tempfile.TemporaryDirectory(prefix="hw-") as folder:
-            children = Processes(Path(folder))
-            replicas = ReplicaSet("m", Deployment.model_validate({"model": "m:M", **fields}), children)
-            try:
-                await asyncio.wait_for(scenario(children, replicas), 60)
-            finally:
-                children.stop()
-                for replica in children.launched:
-                    replica.kill()
-                await replicas.end_unload()
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def replica_set(**fields: Any) -> AsyncIterator[tuple[Processes, ReplicaSet]]:
+    with tempfile.TemporaryDirectory(prefix="hw-") as folder:
+        children = Processes(Path(folder))
+        replicas = ReplicaSet("m", Deployment.model_validate({"model": "m:M", **fields}), children)
+        try:
+            yield children, replicas
+        finally:
+            children.stop()
+            for replica in children.launched:
+                replica.kill()
+            await replicas.end_unload()
 
 
 def replacement_with(children: Processes) -> Replacement:
@@ -129,8 +128,8 @@ def replacement_with(children: Processes) -> Replacement:
     return Replacement(Deployments(config, children), children)
 
 
-def test_unload_ends_the_whole_group_and_measures_it() -> None:
-    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
+async def test_unload_ends_the_whole_group_and_measures_it() -> None:
+    async with replica_set() as (children, replicas):
         await replicas.load()
         assert (replicas.state, list(replicas.ready)) == (State.READY, ["m-1"])
         (replica,) = children.launched
@@ -146,11 +145,9 @@ def test_unload_ends_the_whole_group_and_measures_it() -> None:
         assert group_members({group}) == []
         assert (replicas.state.value, replicas.is_loaded) == ("UNAVAILABLE", False)
 
-    run(scenario)
 
-
-def test_a_reload_has_both_for_a_while_and_then_only_the_new_one() -> None:
-    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
+async def test_a_reload_has_both_for_a_while_and_then_only_the_new_one() -> None:
+    async with replica_set() as (children, replicas):
         await replicas.load()
         replacement = replacement_with(children)
         await replacement.start([replicas], replicas.config)
@@ -160,11 +157,9 @@ def test_a_reload_has_both_for_a_while_and_then_only_the_new_one() -> None:
         assert (retired.leftovers, group_members({old}), len(group_members({new}))) == ([], [], 2)
         assert (replicas.state, list(replicas.ready)) == (State.READY, ["m-2"])
 
-    run(scenario)
 
-
-def test_replicas_are_added_while_what_they_really_take_fits_and_leave_nothing_when_they_go() -> None:
-    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
+async def test_replicas_are_added_while_what_they_really_take_fits_and_leave_nothing_when_they_go() -> None:
+    async with replica_set() as (children, replicas):
         # A replica's two processes share 100 MB, which count once.
         children.memory = ReplicaMemory(MemoryBudget({HOST_MEMORY: 290_000_000}))
         await replicas.load()
@@ -186,21 +181,17 @@ def test_replicas_are_added_while_what_they_really_take_fits_and_leave_nothing_w
         assert children.memory.budget.taken(HOST_MEMORY) < 150_000_000
         assert (replicas.state, list(replicas.ready)) == (State.READY, ["m-1"])
 
-    run(scenario)
 
-
-def test_a_start_that_fails_leaves_nothing_and_says_why() -> None:
-    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
+async def test_a_start_that_fails_leaves_nothing_and_says_why() -> None:
+    async with replica_set(options={"mode": "fails"}) as (children, replicas):
         with pytest.raises(CallableFailed, match="RuntimeError: no weights here"):
             await replicas.load()
         assert (replicas.state, replicas.is_loaded, len(children.launched)) == (State.FAILED, False, 1)
         assert not children.launched[0].directory.exists()
 
-    run(scenario, options={"mode": "fails"})
 
-
-def test_an_unload_that_raises_is_told_and_the_group_is_gone_all_the_same() -> None:
-    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
+async def test_an_unload_that_raises_is_told_and_the_group_is_gone_all_the_same() -> None:
+    async with replica_set(options={"mode": "raises"}) as (children, replicas):
         await replicas.load()
         group = children.launched[0].group
         await replicas.begin_unload(1)
@@ -208,11 +199,9 @@ def test_an_unload_that_raises_is_told_and_the_group_is_gone_all_the_same() -> N
         assert retired.warnings == ["replica m-1: RuntimeError: no end"]
         assert (retired.leftovers, group_members({group})) == ([], [])
 
-    run(scenario, options={"mode": "raises"})
 
-
-def test_a_replica_whose_guardian_is_killed_while_it_is_unloaded_leaves_nothing() -> None:
-    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
+async def test_a_replica_whose_guardian_is_killed_while_it_is_unloaded_leaves_nothing() -> None:
+    async with replica_set() as (children, replicas):
         await replicas.load()
         group = children.launched[0].group
         guardian = _parent(group)
@@ -222,11 +211,9 @@ def test_a_replica_whose_guardian_is_killed_while_it_is_unloaded_leaves_nothing(
         assert (retired.leftovers, group_members({group})) == ([], [])
         assert not children.launched[0].directory.exists()
 
-    run(scenario)
 
-
-def test_crashes_in_a_row_end_in_failure_with_the_last_lines() -> None:
-    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
+async def test_crashes_in_a_row_end_in_failure_with_the_last_lines() -> None:
+    async with replica_set(options={"mode": "crashes"}, max_crashes=2) as (children, replicas):
         replicas.start()
         while replicas.state is not State.FAILED:  # noqa: ASYNC110 - the set is told, not the test
             await asyncio.sleep(0.01)
@@ -241,13 +228,11 @@ def test_crashes_in_a_row_end_in_failure_with_the_last_lines() -> None:
         replicas.reason = "reworded"
         assert unavailable(replicas.route(1)).message == client
 
-    run(scenario, options={"mode": "crashes"}, max_crashes=2)
 
-
-def test_a_model_that_lost_too_many_replicas_goes_on_trying_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_that_lost_too_many_replicas_goes_on_trying_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headwater_server.supervisor.slot.SLOW_FIRST_S", 0.01)
 
-    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
+    async with replica_set(options={"mode": "crashes"}, max_crashes=1) as (children, replicas):
         replicas.start()
         while replicas.state is not State.FAILED:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
@@ -262,11 +247,9 @@ def test_a_model_that_lost_too_many_replicas_goes_on_trying_slowly(monkeypatch: 
             await asyncio.sleep(0.01)
         assert not replicas.slots.is_failing
 
-    run(scenario, options={"mode": "crashes"}, max_crashes=1)
 
-
-def test_replicas_that_end_with_one_keys_requests_count_against_that_key() -> None:
-    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
+async def test_replicas_that_end_with_one_keys_requests_count_against_that_key() -> None:
+    async with replica_set(options={"mode": "crashes"}, max_crashes=2) as (children, replicas):
         for id in ("m-1", "m-2"):  # before they end, as a gateway worker's report may come
             replicas.crashes.note(ReplicaLoss("m", id, keys=["a"]), 2)
         replicas.start()
@@ -280,24 +263,20 @@ def test_replicas_that_end_with_one_keys_requests_count_against_that_key() -> No
         await replicas.load()
         assert replicas.route(1).barred == {}
 
-    run(scenario, options={"mode": "crashes"}, max_crashes=2)
-
 
 @pytest.mark.slow
-def test_crashes_that_are_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_crashes_that_are_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headwater_server.supervisor.crashes.CRASH_WINDOW_S", 0.3)
 
-    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
+    async with replica_set(options={"mode": "crashes"}, max_crashes=2) as (children, replicas):
         replicas.start()
         while len(children.launched) < 3:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
         assert replicas.state is not State.FAILED
 
-    run(scenario, options={"mode": "crashes"}, max_crashes=2)
 
-
-def test_what_cannot_change_by_trying_again_fails_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
+async def test_what_cannot_change_by_trying_again_fails_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with replica_set(options={"mode": "wrong"}) as (children, replicas):
         replicas.start()
         while replicas.state is not State.FAILED:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
@@ -306,17 +285,15 @@ def test_what_cannot_change_by_trying_again_fails_at_once(caplog: pytest.LogCapt
         assert unavailable(replicas.route(1)).message == "model `m` is FAILED: there is no module 'm'"
         assert any("m-1: did not start (not tried again): model m:M" in text for text in caplog.messages)
 
-    run(scenario, options={"mode": "wrong"})
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["lacks", "lacks threads"])
-def test_starts_for_which_the_machine_lacks_something_are_tried_again_without_end(
+async def test_starts_for_which_the_machine_lacks_something_are_tried_again_without_end(
     mode: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("headwater_server.supervisor.slot.FAILED_STARTS_LIMIT", 1)
 
-    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
+    async with replica_set(options={"mode": mode}) as (children, replicas):
         replicas.start()
         while len(children.launched) < 3:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
@@ -324,20 +301,16 @@ def test_starts_for_which_the_machine_lacks_something_are_tried_again_without_en
         assert ("space on a disk" if mode == "lacks" else "Resource temporarily unavailable") in replicas.reason
         assert any("m-2: did not start (tried again): " in text for text in caplog.messages)
 
-    run(scenario, options={"mode": mode})
-
 
 @pytest.mark.slow
-def test_while_it_tries_again_operators_and_clients_are_told_why_it_failed() -> None:
+async def test_while_it_tries_again_operators_and_clients_are_told_why_it_failed() -> None:
     stages: list[tuple[str, str]] = []
 
-    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
+    async with replica_set(options={"mode": "fails later"}) as (children, replicas):
         children.on_change = lambda: stages.append((replicas.reason, unavailable(replicas.route(1)).message))
         replicas.start()
         while len(children.launched) < 2 or not children.launched[1].ending.is_set():  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
-
-    run(scenario, options={"mode": "fails later"})
     why = "model m:M: load() raised OSError: no weights at /srv/m.py:3"
     assert [reason for reason, _ in stages[:3]] == [
         "loading on cpu",
@@ -347,37 +320,31 @@ def test_while_it_tries_again_operators_and_clients_are_told_why_it_failed() -> 
     assert {client for _, client in stages[1:3]} == {"model `m` is LOADING: trying again after: OSError: no weights"}
 
 
-def test_a_load_that_fails_tells_clients_the_error_and_not_where() -> None:
-    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
+async def test_a_load_that_fails_tells_clients_the_error_and_not_where() -> None:
+    async with replica_set(options={"mode": "fails later"}) as (_children, replicas):
         with pytest.raises(CallableFailed, match=r"at /srv/m\.py:3"):
             await replicas.load()
         assert unavailable(replicas.route(1)).message == "model `m` is FAILED: OSError: no weights"
 
-    run(scenario, options={"mode": "fails later"})
 
-
-def test_a_start_that_ends_without_a_word_is_told_with_the_last_lines() -> None:
-    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
+async def test_a_start_that_ends_without_a_word_is_told_with_the_last_lines() -> None:
+    async with replica_set(options={"mode": "segfaults"}) as (_children, replicas):
         with pytest.raises(CallableFailed, match=r"killed by SIGSEGV; .*: Fatal Python error: Segmentation fault \| "):
             await replicas.load()
-
-    run(scenario, options={"mode": "segfaults"})
 
 
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_what_cannot_be_listed_after_the_end_may_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be_listed_after_the_end_may_remain(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_descriptors(groups: Collection[int]) -> list[int]:
         raise OSError(24, "Too many open files")
 
-    async def scenario(children: Processes, replicas: ReplicaSet) -> None:
+    async with replica_set() as (_children, replicas):
         await replicas.load()
         monkeypatch.setattr("headwater_server.supervisor.replica_process.group_members", no_descriptors)
         await replicas.begin_unload(0)
         retired = await replicas.end_unload()
         assert retired.leftovers == ["perhaps processes, which can't be listed: [Errno 24] Too many open files"]
         assert replicas.state is State.FAILED
-
-    run(scenario)

@@ -41,32 +41,29 @@ def test_a_folder_that_could_not_be_made_again_is_made_at_the_next_try(
     assert not folder.path.exists()
 
 
-def test_all_workers_are_replaced_after_a_removal_even_if_the_first_try_failed(
+async def test_all_workers_are_replaced_after_a_removal_even_if_the_first_try_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(front, "FOLDER_EVERY_S", 0.01)
     folder = RuntimeFolder(tmp_path)
 
-    async def scenario() -> None:
-        replaced: asyncio.Queue[bool] = asyncio.Queue()
-        failures = [OSError(errno.EMFILE, "Too many open files")]
+    replaced: asyncio.Queue[bool] = asyncio.Queue()
+    failures = [OSError(errno.EMFILE, "Too many open files")]
 
-        async def start(path: Path) -> None:
-            if failures:
-                raise failures.pop()
-            os.close(os.open(path, os.O_CREAT))
+    async def start(path: Path) -> None:
+        if failures:
+            raise failures.pop()
+        os.close(os.open(path, os.O_CREAT))
 
-        server = SimpleNamespace(
-            _control=SimpleNamespace(start=start),
-            _children=SimpleNamespace(end_cut_off=lambda: None),
-            observer=SimpleNamespace(is_damaged=False, restore=lambda: None),
-        )
-        workers: Any = SimpleNamespace(replace_those_without_files=lambda *, all: replaced.put_nowait(all))
-        shutil.rmtree(folder.path)
-        watching = asyncio.create_task(Front._watch_folder(cast(Any, server), folder, workers))
-        assert await replaced.get()
-        assert not await replaced.get()
-        watching.cancel()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    server = SimpleNamespace(
+        _control=SimpleNamespace(start=start),
+        _children=SimpleNamespace(end_cut_off=lambda: None),
+        observer=SimpleNamespace(is_damaged=False, restore=lambda: None),
+    )
+    workers: Any = SimpleNamespace(replace_those_without_files=lambda *, all: replaced.put_nowait(all))
+    shutil.rmtree(folder.path)
+    watching = asyncio.create_task(Front._watch_folder(cast(Any, server), folder, workers))
+    assert await replaced.get()
+    assert not await replaced.get()
+    watching.cancel()
     folder.close()

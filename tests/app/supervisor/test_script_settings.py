@@ -9,7 +9,7 @@ import pytest
 
 from headwater_server.config.schema import Config, Deployment
 from headwater_server.supervisor.script_settings import Scripts
-from tests.app.supervisor.test_lifecycle import Supervisor, one, run
+from tests.app.supervisor.test_lifecycle import Supervisor, one
 
 SCRIPT = """
 import sys
@@ -77,40 +77,34 @@ def test_a_fused_pipeline_gets_the_least_of_its_scripts_sizes(folder: Path) -> N
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_load_of_a_new_deployment_is_set_as_its_script_says() -> None:
-    async def scenario() -> None:
-        supervisor = Supervisor(one(), "any")
-        await supervisor.start()
-        section = {"model": SEVERAL, "batching": {"max_batch_size": 6}}
-        assert (await supervisor.told("load", "b", section)) == (200, "")
+async def test_a_load_of_a_new_deployment_is_set_as_its_script_says() -> None:
+    supervisor = Supervisor(one(), "any")
+    await supervisor.start()
+    section = {"model": SEVERAL, "batching": {"max_batch_size": 6}}
+    assert (await supervisor.told("load", "b", section)) == (200, "")
+    config = supervisor.launched[-1].config
+    assert config is not None
+    assert (config.batching.max_batch_size, config.batching.max_queue_delay_ms) == (6, 2)
+    assert (config.instances, config.warmup_batch_sizes) == (2, ())
+
+
+async def test_a_reload_with_another_model_or_arguments_drops_what_the_script_had_set(folder: Path) -> None:
+    section = laid(folder, {"model": SEVERAL, "batching": {"max_queue_size": 9}})
+    supervisor = Supervisor({"a": section}, "any")
+    await supervisor.start()
+
+    async def reloaded(fields: dict[str, Any]) -> Deployment:
+        assert (await supervisor.told("reload", "a", fields)) == (200, "")
         config = supervisor.launched[-1].config
         assert config is not None
-        assert (config.batching.max_batch_size, config.batching.max_queue_delay_ms) == (6, 2)
-        assert (config.instances, config.warmup_batch_sizes) == (2, ())
+        assert config.batching.max_queue_size == 9
+        return config
 
-    run(scenario)
-
-
-def test_a_reload_with_another_model_or_arguments_drops_what_the_script_had_set(folder: Path) -> None:
-    async def scenario() -> None:
-        section = laid(folder, {"model": SEVERAL, "batching": {"max_queue_size": 9}})
-        supervisor = Supervisor({"a": section}, "any")
-        await supervisor.start()
-
-        async def reloaded(fields: dict[str, Any]) -> Deployment:
-            assert (await supervisor.told("reload", "a", fields)) == (200, "")
-            config = supervisor.launched[-1].config
-            assert config is not None
-            assert config.batching.max_queue_size == 9
-            return config
-
-        config = await reloaded({"model": SMALL})
-        assert (config.batching.max_batch_size, config.batching.max_queue_delay_ms, config.instances) == (3, 0, 1)
-        config = await reloaded({"model": SMALL, "options": {"arguments": ["2"]}})
-        assert config.batching.max_batch_size == 2
-        config = await reloaded({"timeout_s": 5})  # the fields of the server's own configuration
-        assert (config.model, config.batching.max_batch_size, config.timeout_s) == (SEVERAL, 8, 5)
-        config = await reloaded({"model": "m:A"})
-        assert (config.batching.max_batch_size, config.instances, config.warmup_batch_sizes) == (32, 1, None)
-
-    run(scenario)
+    config = await reloaded({"model": SMALL})
+    assert (config.batching.max_batch_size, config.batching.max_queue_delay_ms, config.instances) == (3, 0, 1)
+    config = await reloaded({"model": SMALL, "options": {"arguments": ["2"]}})
+    assert config.batching.max_batch_size == 2
+    config = await reloaded({"timeout_s": 5})  # the fields of the server's own configuration
+    assert (config.model, config.batching.max_batch_size, config.timeout_s) == (SEVERAL, 8, 5)
+    config = await reloaded({"model": "m:A"})
+    assert (config.batching.max_batch_size, config.instances, config.warmup_batch_sizes) == (32, 1, None)

@@ -211,73 +211,66 @@ async def settled(gateway: Gateway, tasks: list[asyncio.Task[int]], open_: int) 
 @pytest.mark.slow
 @settings(max_examples=30)
 @given(actions=st.lists(st.sampled_from(ACTIONS), max_size=12), refused=st.lists(st.sampled_from(NOT_ACCEPTED)))
-def test_accepted_is_the_sum_of_all_outcomes_and_what_is_in_flight(actions: list[Action], refused: list[str]) -> None:
+async def test_accepted_is_the_sum_of_all_outcomes_and_what_is_in_flight(
+    actions: list[Action], refused: list[str]
+) -> None:
     use(Store())
 
-    async def scenario() -> None:
-        gateway = Gateway()
-        gone = asyncio.Event()
-        calls: list[Coroutine[Any, Any, int]] = [gateway.do(*action, gone) for action in actions]
-        tasks = [asyncio.create_task(call) for call in [*calls, *map(gateway.refuse, refused)]]
-        expected = Counter(
-            SeriesKey(REQUESTS, ("away" if action == "not loaded" else "m", route, str(outcome(action))))
-            for route, action in actions
-            if outcome(action) is not None
-        )
-        under_way = sum(outcome(action) is None for _, action in actions)
-        gone.set()
-        if tasks:
-            await asyncio.wait_for(settled(gateway, tasks, under_way), 20)
-        found = counts()
-        assert {key: count for key, count in found.items() if key.name == REQUESTS} == expected
-        assert total(ACCEPTED, found) == len(actions)
-        assert total(IN_FLIGHT, found) == under_way
-        assert total(REQUESTS, found) == len(actions) - under_way
-        assert total("headwater_http_requests", found) == len(actions) + len(refused) - under_way
-        for call in gateway.replica.hanging:
-            if not call.answered.done():
-                call.answer([RowReport(Status.OK)])
-        if tasks:
-            await asyncio.wait_for(asyncio.gather(*tasks), 20)
-        found = counts()
-        assert total(IN_FLIGHT, found) == 0
-        assert total(REQUESTS, found) == len(actions)
-
-    asyncio.run(scenario())
+    gateway = Gateway()
+    gone = asyncio.Event()
+    calls: list[Coroutine[Any, Any, int]] = [gateway.do(*action, gone) for action in actions]
+    tasks = [asyncio.create_task(call) for call in [*calls, *map(gateway.refuse, refused)]]
+    expected = Counter(
+        SeriesKey(REQUESTS, ("away" if action == "not loaded" else "m", route, str(outcome(action))))
+        for route, action in actions
+        if outcome(action) is not None
+    )
+    under_way = sum(outcome(action) is None for _, action in actions)
+    gone.set()
+    if tasks:
+        await asyncio.wait_for(settled(gateway, tasks, under_way), 20)
+    found = counts()
+    assert {key: count for key, count in found.items() if key.name == REQUESTS} == expected
+    assert total(ACCEPTED, found) == len(actions)
+    assert total(IN_FLIGHT, found) == under_way
+    assert total(REQUESTS, found) == len(actions) - under_way
+    assert total("headwater_http_requests", found) == len(actions) + len(refused) - under_way
+    for call in gateway.replica.hanging:
+        if not call.answered.done():
+            call.answer([RowReport(Status.OK)])
+    if tasks:
+        await asyncio.wait_for(asyncio.gather(*tasks), 20)
+    found = counts()
+    assert total(IN_FLIGHT, found) == 0
+    assert total(REQUESTS, found) == len(actions)
 
 
-def test_what_the_queue_has_no_room_for_is_shed() -> None:
+async def test_what_the_queue_has_no_room_for_is_shed() -> None:
     use(Store())
 
-    async def scenario() -> None:
-        gateway = Gateway(max_in_flight=1, max_queue_size=1)
-        tasks = [asyncio.create_task(gateway.do("infer", "under way", asyncio.Event()))]
-        await settled(gateway, tasks, 1)
-        tasks.append(asyncio.create_task(gateway.do("infer", "under way", asyncio.Event())))
-        while not gateway.queued_rows:  # noqa: ASYNC110 - no event of the product's
-            await asyncio.sleep(0)
-        assert await gateway.do("infer", "ok", asyncio.Event()) == 429
-        found = counts()
-        assert found[SeriesKey(REQUESTS, ("m", "infer", "shed"))] == 1
-        assert found[SeriesKey(IN_FLIGHT, ("m", "infer"))] == 2
-        for task in tasks:
-            task.cancel()  # as the server does at its end
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert counts()[SeriesKey(REQUESTS, ("m", "infer", "cancelled"))] == 2
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    gateway = Gateway(max_in_flight=1, max_queue_size=1)
+    tasks = [asyncio.create_task(gateway.do("infer", "under way", asyncio.Event()))]
+    await settled(gateway, tasks, 1)
+    tasks.append(asyncio.create_task(gateway.do("infer", "under way", asyncio.Event())))
+    while not gateway.queued_rows:  # noqa: ASYNC110 - no event of the product's
+        await asyncio.sleep(0)
+    assert await gateway.do("infer", "ok", asyncio.Event()) == 429
+    found = counts()
+    assert found[SeriesKey(REQUESTS, ("m", "infer", "shed"))] == 1
+    assert found[SeriesKey(IN_FLIGHT, ("m", "infer"))] == 2
+    for task in tasks:
+        task.cancel()  # as the server does at its end
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert counts()[SeriesKey(REQUESTS, ("m", "infer", "cancelled"))] == 2
 
 
-def test_routes_are_named_by_their_patterns_and_never_by_what_a_client_made_up() -> None:
+async def test_routes_are_named_by_their_patterns_and_never_by_what_a_client_made_up() -> None:
     use(Store())
 
-    async def scenario() -> None:
-        gateway = Gateway()
-        for path in ("/v2/models/secret/infer", "/v2/models/secret/generate", "/secret", "/v2/models/secret/ready"):
-            await gateway.ask(path, b"{}")
-        await gateway.ask("/v2/models/secret/stats", b"", method="GET")
-
-    asyncio.run(scenario())
+    gateway = Gateway()
+    for path in ("/v2/models/secret/infer", "/v2/models/secret/generate", "/secret", "/v2/models/secret/ready"):
+        await gateway.ask(path, b"{}")
+    await gateway.ask("/v2/models/secret/stats", b"", method="GET")
     assert counts() == {
         SeriesKey("headwater_http_requests", ("/v2/models/{model}/infer", "4xx")): 1,
         SeriesKey("headwater_http_requests", ("/v2/models/{model}/generate", "4xx")): 1,
@@ -305,14 +298,11 @@ def test_an_error_is_an_outcome(error: type[HeadwaterError], outcome: str) -> No
     assert outcome_of(error("")) == outcome
 
 
-def test_the_phases_of_a_request_add_up() -> None:
+async def test_the_phases_of_a_request_add_up() -> None:
     use(Store())
 
-    async def scenario() -> None:
-        gateway = Gateway()
-        assert await gateway.do("infer", "ok", asyncio.Event()) == 200
-
-    asyncio.run(scenario())
+    gateway = Gateway()
+    assert await gateway.do("infer", "ok", asyncio.Event()) == 200
     records = recorder().store.snapshot().records
     whole_ns = records[SeriesKey("headwater_request_seconds", ("m", "infer"))][-1]
     phases = {

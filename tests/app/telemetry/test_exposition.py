@@ -286,24 +286,21 @@ async def gibberish(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
     writer.close()
 
 
-def test_who_does_not_answer_is_left_out_and_holds_nobody_up() -> None:
-    async def scenario() -> None:
-        behaviours = {
-            "well": answering(TRITON.encode()),
-            "silent": silent,
-            "short": cut_off,
-            "gibberish": gibberish,
-            "refusing": answering(b"no", b"401 Unauthorized"),
-            "large": answering(b"x" * 2_000_000),
-        }
-        async with tritons(**behaviours) as folder:
-            names = [*behaviours, "gone"]
-            targets = [ReplicaTarget(name, f"{name}-1", folder / name / "m") for name in names]
-            answers = await ask_replicas(targets, timeout_s=0.5)
-        assert [answer[:2] for answer in answers] == [target[:2] for target in targets]
-        assert {answer.deployment: answer.text for answer in answers if answer.text is not None} == {"well": TRITON}
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+async def test_who_does_not_answer_is_left_out_and_holds_nobody_up() -> None:
+    behaviours = {
+        "well": answering(TRITON.encode()),
+        "silent": silent,
+        "short": cut_off,
+        "gibberish": gibberish,
+        "refusing": answering(b"no", b"401 Unauthorized"),
+        "large": answering(b"x" * 2_000_000),
+    }
+    async with tritons(**behaviours) as folder:
+        names = [*behaviours, "gone"]
+        targets = [ReplicaTarget(name, f"{name}-1", folder / name / "m") for name in names]
+        answers = await ask_replicas(targets, timeout_s=0.5)
+    assert [answer[:2] for answer in answers] == [target[:2] for target in targets]
+    assert {answer.deployment: answer.text for answer in answers if answer.text is not None} == {"well": TRITON}
 
 
 def test_nobody_to_ask_is_no_wait() -> None:

@@ -162,23 +162,20 @@ class TestAccessLog:
         assert line.count("\n") == 1
         assert not {"\x1b", "\u202e"} & set(line)
 
-    def test_a_request_through_the_gateway(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_a_request_through_the_gateway(self, monkeypatch: pytest.MonkeyPatch) -> None:
         stream = io.StringIO()
         monkeypatch.setattr("sys.stderr", stream)
         gateway = create_app(Models(), Server())
-
-        async def ask() -> None:
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway), base_url="http://test") as client:
-                body = {"inputs": [SECRET], "key": SECRET}
-                answer = await client.post("/v2/models/none/infer", json=body, headers={"X-Request-Id": "mine"})
-                assert answer.status_code == 404
-            await asyncio.wait_for(written(), 20 * FLUSH_AFTER_S + 5)
 
         async def written() -> None:
             while not stream.getvalue():  # noqa: ASYNC110 - a timer writes it
                 await asyncio.sleep(0.01)
 
-        asyncio.run(ask())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway), base_url="http://test") as client:
+            body = {"inputs": [SECRET], "key": SECRET}
+            answer = await client.post("/v2/models/none/infer", json=body, headers={"X-Request-Id": "mine"})
+            assert answer.status_code == 404
+        await asyncio.wait_for(written(), 20 * FLUSH_AFTER_S + 5)
         line = json.loads(stream.getvalue())
         assert (line["request_id"], line["error"], line["status"]) == ("mine", "NotFound", 404)
         assert "nobody" not in stream.getvalue()

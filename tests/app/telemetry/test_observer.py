@@ -26,7 +26,7 @@ from headwater_server.telemetry.ledger import read_totals
 from headwater_server.telemetry.observer import DeploymentView, Observer, ReplicaView
 from headwater_server.telemetry.recorder import use
 from headwater_server.telemetry.store import SeriesKey, Store
-from tests.app.supervisor.test_lifecycle import Supervisor, one, run, settle
+from tests.app.supervisor.test_lifecycle import Supervisor, one, settle
 
 TRANSITION = re.compile(r"(?P<name>\S+): (?P<before>[A-Z]+) -> (?P<after>[A-Z]+): ")
 
@@ -60,35 +60,28 @@ STEPS = st.lists(
 @pytest.mark.slow
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
-def test_transitions_in_the_log_and_in_the_metrics_are_the_same(
+async def test_transitions_in_the_log_and_in_the_metrics_are_the_same(
     tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture, steps: list[tuple[str, str]]
 ) -> None:
     folder = tmp_path_factory.mktemp("observer") / "metrics"
     caplog.set_level(logging.INFO)
     caplog.clear()
-    states: dict[str, list[State]] = {}
-    final: dict[str, State] = {}
-
-    async def scenario() -> None:
-        supervisor = Watched(Observer(folder))
-        await supervisor.start()
-        for action, name in steps:
-            if action == "crash":
-                for replica in supervisor.launched:
-                    if replica.name == name:
-                        replica.end("killed by a test")
-            elif action == "break":
-                supervisor.failing.add(name)
-            elif action == "fix":
-                supervisor.failing.discard(name)
-            else:
-                await supervisor.do(action, name)
-            await settle()
-        states.update(supervisor.states)
-        final.update({name: one.state for name, one in supervisor.sets.items()})
-        supervisor.stop()
-
-    run(scenario)
+    supervisor = Watched(Observer(folder))
+    await supervisor.start()
+    for action, name in steps:
+        if action == "crash":
+            for replica in supervisor.launched:
+                if replica.name == name:
+                    replica.end("killed by a test")
+        elif action == "break":
+            supervisor.failing.add(name)
+        elif action == "fix":
+            supervisor.failing.discard(name)
+        else:
+            await supervisor.do(action, name)
+        await settle()
+    final = {name: one.state for name, one in supervisor.sets.items()}
+    supervisor.stop()
     records = read_totals(folder).records
     logged: Counter[SeriesKey] = Counter()
     for record in caplog.records:
@@ -99,7 +92,7 @@ def test_transitions_in_the_log_and_in_the_metrics_are_the_same(
     }
     assert counted == logged
     gone_through: Counter[SeriesKey] = Counter()
-    for name, seen in states.items():
+    for name, seen in supervisor.states.items():
         for before, after in zip([State.LOADING, *seen], seen, strict=False):
             if before is not after:
                 labels = name, before.value, after.value
@@ -139,13 +132,13 @@ def test_a_worker_counts_in_a_file_of_its_own_and_its_end_is_booked(
     assert "ended with 1 requests in flight" in caplog.text
 
 
-def test_with_metrics_off_it_makes_no_file() -> None:
+async def test_with_metrics_off_it_makes_no_file() -> None:
     observer = Observer(None)
     assert observer.start_worker(0) == ""
     observer.see_deployments([DeploymentView("a", State.LOADING)])
     observer.see_deployments([DeploymentView("a", State.READY)])
     observer.end_worker(0)
-    asyncio.run(asyncio.wait_for(observer.watch(list), 5))
+    await asyncio.wait_for(observer.watch(list), 5)
 
 
 def test_replicas_are_measured_while_they_are_there(tmp_path: Path) -> None:

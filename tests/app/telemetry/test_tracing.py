@@ -7,7 +7,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 from typing import Any, cast
@@ -105,10 +105,6 @@ def spans() -> Iterator[Spans]:
     tracing.close()
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 20))
-
-
 async def ask(app: ASGIApp, path: str, body: object, **headers: str) -> httpx.Response:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
         return await asyncio.create_task(client.post(path, json=body, headers=headers))
@@ -129,12 +125,9 @@ INFER = "POST /v2/models/{model}/infer"
 
 
 class TestTree:
-    def test_from_http_through_queue_and_replica_to_the_callable(self, spans: Spans) -> None:
-        async def scenario() -> None:
-            answer = await ask(unary.Gateway().app, "/v2/models/m/infer", BODY)
-            assert answer.status_code == 200
-
-        run(scenario)
+    async def test_from_http_through_queue_and_replica_to_the_callable(self, spans: Spans) -> None:
+        answer = await ask(unary.Gateway().app, "/v2/models/m/infer", BODY)
+        assert answer.status_code == 200
         assert spans.tree() == {
             INFER: "", "infer m": INFER, "queue": "infer m", "replica": "infer m", "compute": "replica",
         }  # fmt: skip
@@ -146,33 +139,30 @@ class TestTree:
         assert attributes(http)["url.path"] == "/v2/models/m/infer"
         assert attributes(replica)["headwater.replica"] == "m-1"
 
-    def test_the_steps_of_a_fused_pipeline(self, spans: Spans) -> None:
-        async def scenario() -> None:
-            replica = frames.Replica()
-            models = Models(lambda name, route: replica)
-            route = DeploymentRoute(
-                "m", State.READY, signature=frames.PIPELINE, replicas=(ReplicaRoute("m-1", "unix:", "", "unix:grpc"),)
-            )
-            models.update(RoutingTable((route,)))
-            asking = asyncio.create_task(ask(create_app(models, Server(access_log=False)), "/v2/models/m/infer", BODY))
-            while not replica.calls:  # noqa: ASYNC110 - a few turns of the loop
-                await asyncio.sleep(0)
-            (call,) = replica.calls
-            call.say(counts=[StepCount("trunk", 1, 0, 300)])
-            await settle()
-            call.say(call.piece("a"), call.piece("b"), counts=[StepCount("a", 1, 0, 10), StepCount("b", 1, 0, 20)])
-            call.say(call.piece("c"), counts=[StepCount("c", 1, 0, 5), StepCount("b", 0, 1, 30)])
-            call.end()
-            assert (await asking).status_code == 200
-
-        run(scenario)
+    async def test_the_steps_of_a_fused_pipeline(self, spans: Spans) -> None:
+        replica = frames.Replica()
+        models = Models(lambda name, route: replica)
+        route = DeploymentRoute(
+            "m", State.READY, signature=frames.PIPELINE, replicas=(ReplicaRoute("m-1", "unix:", "", "unix:grpc"),)
+        )
+        models.update(RoutingTable((route,)))
+        asking = asyncio.create_task(ask(create_app(models, Server(access_log=False)), "/v2/models/m/infer", BODY))
+        while not replica.calls:  # noqa: ASYNC110 - a few turns of the loop
+            await asyncio.sleep(0)
+        (call,) = replica.calls
+        call.say(counts=[StepCount("trunk", 1, 0, 300)])
+        await settle()
+        call.say(call.piece("a"), call.piece("b"), counts=[StepCount("a", 1, 0, 10), StepCount("b", 1, 0, 20)])
+        call.say(call.piece("c"), counts=[StepCount("c", 1, 0, 5), StepCount("b", 0, 1, 30)])
+        call.end()
+        assert (await asking).status_code == 200
         steps = {f"step {name}": "replica" for name in ("trunk", "a", "b", "c")}
         assert spans.tree() == {INFER: "", "infer m": INFER, "queue": "infer m", "replica": "infer m", **steps}
         spans.are_nested()
         took = {name: attributes(spans.all[name])["headwater.compute_us"] for name in steps}
         assert took == {"step trunk": 300, "step a": 10, "step b": 50, "step c": 5}
 
-    def test_the_steps_of_a_pipeline_whose_steps_are_deployments(self, spans: Spans) -> None:
+    async def test_the_steps_of_a_pipeline_whose_steps_are_deployments(self, spans: Spans) -> None:
         class Step:
             """As much of a `Dispatcher` as a pipeline needs."""
 
@@ -190,35 +180,30 @@ class TestTree:
                 value = {"p.trunk": "features", "p.head_a": "a", "p.head_b": "b"}[self._name]
                 return Answer({value: graph.numbers(request.rows)})
 
-        async def scenario() -> None:
-            bench = graph.Bench()
-            dispatcher = GraphDispatcher(bench.route, lambda name: cast(Any, Step(name)))
+        bench = graph.Bench()
+        dispatcher = GraphDispatcher(bench.route, lambda name: cast(Any, Step(name)))
 
-            async def app(scope: Scope, receive: Any, send: Any) -> None:
-                tracing = current()
-                assert tracing is not None
-                trace = tracing.begin(scope, "r1")
-                assert trace is not None
-                await dispatcher.infer(bench.request())
-                trace.end(scope, 200, None)
-                await send({"type": "http.response.start", "status": 200, "headers": []})
-                await send({"type": "http.response.body", "body": b""})
+        async def app(scope: Scope, receive: Any, send: Any) -> None:
+            tracing = current()
+            assert tracing is not None
+            trace = tracing.begin(scope, "r1")
+            assert trace is not None
+            await dispatcher.infer(bench.request())
+            trace.end(scope, 200, None)
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
 
-            await ask(app, "/", {})
-
-        run(scenario)
+        await ask(app, "/", {})
         tree = {one.name: one for one in spans._exporter.get_finished_spans()}
         infer = {name: one.parent for name, one in tree.items() if name.startswith("infer ")}
         assert set(infer) == {"infer p.trunk", "infer p.head_a", "infer p.head_b"}
         assert {parent.span_id for parent in infer.values() if parent is not None} == {span_id(tree["POST"])}
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_a_language_model(self, spans: Spans, stream: bool) -> None:
-        async def scenario(asking: lm.Ask, dispatcher: object) -> None:
+    async def test_a_language_model(self, spans: Spans, stream: bool) -> None:
+        async with lm.app_with_engine(NullEngine(LIMITS)) as (asking, _dispatcher):
             answer = await asking("/v1/completions", model="lm", prompt="x", max_tokens=40, stream=stream)
             assert answer.status_code == 200
-
-        lm.run(NullEngine(LIMITS), scenario)
         http = "POST /v1/completions"
         assert spans.tree() == {
             http: "", "generate lm": http, "first token": "generate lm", "further tokens": "generate lm",
@@ -228,25 +213,19 @@ class TestTree:
 
 
 class TestContext:
-    def test_comes_in_and_goes_out(self, spans: Spans) -> None:
-        async def scenario() -> None:
-            answer = await ask(unary.Gateway().app, "/v2/models/m/infer", BODY, traceparent=PARENT, tracestate="a=b")
-            http = spans.all[INFER]
-            assert answer.headers["traceresponse"] == f"{PARENT[:35]}-{span_id(http):016x}-01"
-            assert http.context is not None
-            assert http.context.trace_state.get("a") == "b"
-
-        run(scenario)
+    async def test_comes_in_and_goes_out(self, spans: Spans) -> None:
+        answer = await ask(unary.Gateway().app, "/v2/models/m/infer", BODY, traceparent=PARENT, tracestate="a=b")
+        http = spans.all[INFER]
+        assert answer.headers["traceresponse"] == f"{PARENT[:35]}-{span_id(http):016x}-01"
+        assert http.context is not None
+        assert http.context.trace_state.get("a") == "b"
         assert spans.tree()[INFER] == PARENT[36:52]
         assert trace_ids(spans.all) == {PARENT[3:35]}
 
-    def test_who_asks_decides_whether_it_is_sampled(self, spans: Spans) -> None:
-        async def scenario() -> None:
-            answer = await ask(unary.Gateway().app, "/v2/models/m/infer", BODY, traceparent=UNSAMPLED)
-            assert answer.headers["traceresponse"].startswith(PARENT[:35])
-            assert answer.headers["traceresponse"].endswith("-00")
-
-        run(scenario)
+    async def test_who_asks_decides_whether_it_is_sampled(self, spans: Spans) -> None:
+        answer = await ask(unary.Gateway().app, "/v2/models/m/infer", BODY, traceparent=UNSAMPLED)
+        assert answer.headers["traceresponse"].startswith(PARENT[:35])
+        assert answer.headers["traceresponse"].endswith("-00")
         assert spans.all == {}
 
     def test_the_environment_says_how_many_are_sampled(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,17 +245,14 @@ class TestContext:
         "header",
         ["", "nonsense", PARENT + "-more", "00-" + "0" * 32 + PARENT[35:], "ff" + PARENT[2:], "\xff" * 55, "x" * 9000],
     )
-    def test_a_bad_one_is_as_good_as_none(self, spans: Spans, header: str) -> None:
-        async def scenario() -> None:
-            app = unary.Gateway().app
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
-                answer = await client.post(
-                    "/v2/models/m/infer", json=BODY, headers=[(b"traceparent", header.encode("latin-1"))]
-                )
-            assert answer.status_code == 200
-
-        run(scenario)
+    async def test_a_bad_one_is_as_good_as_none(self, spans: Spans, header: str) -> None:
+        app = unary.Gateway().app
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            answer = await client.post(
+                "/v2/models/m/infer", json=BODY, headers=[(b"traceparent", header.encode("latin-1"))]
+            )
+        assert answer.status_code == 200
         assert spans.tree()[INFER] == ""
 
     def test_the_access_log_tells_the_ids(self, spans: Spans) -> None:
@@ -286,87 +262,69 @@ class TestContext:
 
 class TestProbes:
     @pytest.mark.parametrize("path", ["/v2/health/ready", "/v2/health/live", "/health", "/health/ready", "/metrics"])
-    def test_what_only_looks_after_the_server_is_not_traced(self, spans: Spans, path: str) -> None:
-        async def scenario() -> None:
-            transport = httpx.ASGITransport(unary.Gateway().app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
-                assert "traceresponse" not in (await client.get(path)).headers
-
-        run(scenario)
+    async def test_what_only_looks_after_the_server_is_not_traced(self, spans: Spans, path: str) -> None:
+        transport = httpx.ASGITransport(unary.Gateway().app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            assert "traceresponse" not in (await client.get(path)).headers
         assert spans.all == {}
 
 
 class TestErrors:
-    def test_a_callable_that_raises(self, spans: Spans) -> None:
+    async def test_a_callable_that_raises(self, spans: Spans) -> None:
         body = {"inputs": [{**BODY["inputs"][0], "data": [1.0]}]}
 
-        async def scenario() -> None:
-            assert (await ask(unary.Gateway().app, "/v2/models/m/infer", body)).status_code == 500
-
-        run(scenario)
+        assert (await ask(unary.Gateway().app, "/v2/models/m/infer", body)).status_code == 500
         for name in (INFER, "infer m", "replica"):
             assert attributes(spans.all[name])["error.type"] == "CallableFailed"
             assert spans.all[name].status.status_code is StatusCode.ERROR
             assert spans.all[name].status.description is None  # it may quote what a client sent
 
-    def test_a_client_s_own_fault_is_none_of_the_server(self, spans: Spans) -> None:
-        async def scenario() -> None:
-            assert (await ask(unary.Gateway().app, "/v2/models/m/infer", {"inputs": 3})).status_code == 400
-
-        run(scenario)
+    async def test_a_client_s_own_fault_is_none_of_the_server(self, spans: Spans) -> None:
+        assert (await ask(unary.Gateway().app, "/v2/models/m/infer", {"inputs": 3})).status_code == 400
         assert spans.tree() == {INFER: ""}
         assert attributes(spans.all[INFER])["error.type"] == "BadRequest"
         assert spans.all[INFER].status.status_code is StatusCode.UNSET
 
-    def test_a_replica_that_is_lost(self, spans: Spans) -> None:
-        async def scenario() -> None:
-            bench = frames.Bench(frames.ONCE)
-            tracing = current()
-            assert tracing is not None
-            scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-            trace = tracing.begin(scope, "r1")
-            assert trace is not None
-            task = bench.send(1)
-            await settle()
-            bench.calls[0].end(ReplicaLost("the replica ended"))
-            with pytest.raises(ReplicaLost):
-                await task
-            trace.end(scope, 503, ReplicaLost("the replica ended"))
-
-        run(scenario)
+    async def test_a_replica_that_is_lost(self, spans: Spans) -> None:
+        bench = frames.Bench(frames.ONCE)
+        tracing = current()
+        assert tracing is not None
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+        trace = tracing.begin(scope, "r1")
+        assert trace is not None
+        task = bench.send(1)
+        await settle()
+        bench.calls[0].end(ReplicaLost("the replica ended"))
+        with pytest.raises(ReplicaLost):
+            await task
+        trace.end(scope, 503, ReplicaLost("the replica ended"))
         assert attributes(spans.all["infer m"])["error.type"] == "ReplicaLost"
 
-    def test_a_client_that_goes_away_while_it_waits(self, spans: Spans) -> None:
-        async def scenario() -> None:
-            gateway = unary.Gateway(max_in_flight=1)
-            gone = asyncio.Event()
-            body = json.dumps({"inputs": [{**BODY["inputs"][0], "data": [unary.HANG]}]}).encode()
-            first = asyncio.create_task(gateway.ask("/v2/models/m/infer", body, asyncio.Event()))
-            while not gateway.replica.hanging:  # noqa: ASYNC110 - a few turns of the loop
-                await asyncio.sleep(0)
-            second = asyncio.create_task(gateway.ask("/v2/models/m/infer", body, gone))
-            while not gateway.queued_rows:  # noqa: ASYNC110 - likewise
-                await asyncio.sleep(0)
-            gone.set()
-            await second
-            assert spans.tree() == {INFER: "", "infer m": INFER, "queue": "infer m"}
-            assert attributes(spans.all[INFER])["http.response.status_code"] == 499
-            first.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await first
-            gateway.models.close()
-
-        run(scenario)
+    async def test_a_client_that_goes_away_while_it_waits(self, spans: Spans) -> None:
+        gateway = unary.Gateway(max_in_flight=1)
+        gone = asyncio.Event()
+        body = json.dumps({"inputs": [{**BODY["inputs"][0], "data": [unary.HANG]}]}).encode()
+        first = asyncio.create_task(gateway.ask("/v2/models/m/infer", body, asyncio.Event()))
+        while not gateway.replica.hanging:  # noqa: ASYNC110 - a few turns of the loop
+            await asyncio.sleep(0)
+        second = asyncio.create_task(gateway.ask("/v2/models/m/infer", body, gone))
+        while not gateway.queued_rows:  # noqa: ASYNC110 - likewise
+            await asyncio.sleep(0)
+        gone.set()
+        await second
+        assert spans.tree() == {INFER: "", "infer m": INFER, "queue": "infer m"}
+        assert attributes(spans.all[INFER])["http.response.status_code"] == 499
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        gateway.models.close()
 
 
 class TestOff:
-    def test_there_is_no_header(self) -> None:
-        async def scenario() -> None:
-            app = create_app(unary.Gateway().models, Server())
-            answer = await ask(app, "/v2/models/m/infer", BODY, traceparent=PARENT)
-            assert "traceresponse" not in answer.headers
-
-        run(scenario)
+    async def test_there_is_no_header(self) -> None:
+        app = create_app(unary.Gateway().models, Server())
+        answer = await ask(app, "/v2/models/m/infer", BODY, traceparent=PARENT)
+        assert "traceresponse" not in answer.headers
 
     def test_there_is_nothing_in_the_log(self) -> None:
         line = asyncio.run(logged())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
-from collections.abc import Awaitable, Callable
 
 import msgspec
 import numpy as np
@@ -41,11 +40,9 @@ async def gone(shared: SharedCall) -> None:
         await asyncio.sleep(0)
 
 
-def run(scenario: Callable[[Segments], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await scenario(Segments())
-
-    asyncio.run(main())
+@pytest.fixture
+async def segments() -> Segments:
+    return Segments()
 
 
 def floats(count: int, first: float = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
@@ -78,134 +75,109 @@ def request(**inputs: RawTensor) -> InferRequest:
     return InferRequest("", inputs, 1, [OutputWish("y", True)], {}, {})
 
 
-def test_what_one_side_places_the_other_reads_and_the_way_back() -> None:
-    async def scenario(segments: Segments) -> None:
-        expecting(segments, 4 * LARGE)
-        segment = taken(segments, 8 * LARGE)
-        one, two = floats(LARGE), floats(LARGE, first=7)
-        segment.place("x", [2, LARGE], [one.tobytes(), memoryview(two.tobytes())])
-        there = MappedCall(segment.shared())
-        assert there.input(SIGNATURE.inputs[0]).tolist() == [*one.tolist(), *two.tolist()]
-        small = np.ones((1, 3), np.float32)
-        bits = np.arange(SHARED_FROM_BYTES // 2, dtype=np.uint16).reshape(1, -1, 2)
-        assert there.leave({"y": small, "z": bits}) == {"z"}
-        outputs = segment.outputs(SIGNATURE)
-        assert list(outputs) == ["z"]
-        assert outputs["z"].datatype == "UINT16"
-        assert outputs["z"].shape == bits.shape
-        assert bytes(outputs["z"].data) == bits.tobytes()
-
-    run(scenario)
+async def test_what_one_side_places_the_other_reads_and_the_way_back(segments: Segments) -> None:
+    expecting(segments, 4 * LARGE)
+    segment = taken(segments, 8 * LARGE)
+    one, two = floats(LARGE), floats(LARGE, first=7)
+    segment.place("x", [2, LARGE], [one.tobytes(), memoryview(two.tobytes())])
+    there = MappedCall(segment.shared())
+    assert there.input(SIGNATURE.inputs[0]).tolist() == [*one.tolist(), *two.tolist()]
+    small = np.ones((1, 3), np.float32)
+    bits = np.arange(SHARED_FROM_BYTES // 2, dtype=np.uint16).reshape(1, -1, 2)
+    assert there.leave({"y": small, "z": bits}) == {"z"}
+    outputs = segment.outputs(SIGNATURE)
+    assert list(outputs) == ["z"]
+    assert outputs["z"].datatype == "UINT16"
+    assert outputs["z"].shape == bits.shape
+    assert bytes(outputs["z"].data) == bits.tobytes()
 
 
-def test_an_answer_that_there_is_no_room_for_stays_where_it_is() -> None:
-    async def scenario(segments: Segments) -> None:
-        segment = taken(segments, SHARED_FROM_BYTES)
-        segment.place("x", [1, LARGE], [floats(LARGE).tobytes()])
-        there = MappedCall(segment.shared())
-        assert there.leave({"y": floats(16 * LARGE)}) == set()
-        assert segment.outputs(SIGNATURE) == {}
-
-    run(scenario)
+async def test_an_answer_that_there_is_no_room_for_stays_where_it_is(segments: Segments) -> None:
+    segment = taken(segments, SHARED_FROM_BYTES)
+    segment.place("x", [1, LARGE], [floats(LARGE).tobytes()])
+    there = MappedCall(segment.shared())
+    assert there.leave({"y": floats(16 * LARGE)}) == set()
+    assert segment.outputs(SIGNATURE) == {}
 
 
-def test_what_a_call_left_is_not_taken_for_the_next_ones() -> None:
-    async def scenario(segments: Segments) -> None:
-        expecting(segments, 4 * LARGE)
-        segment = taken(segments, 0)
-        assert MappedCall(segment.shared()).leave({"y": floats(LARGE)}) == {"y"}
-        path = path_of(segment)
-        del segment
-        segment = taken(segments, 0)
-        assert path_of(segment) == path
-        assert segment.outputs(SIGNATURE) == {}
-
-    run(scenario)
+async def test_what_a_call_left_is_not_taken_for_the_next_ones(segments: Segments) -> None:
+    expecting(segments, 4 * LARGE)
+    segment = taken(segments, 0)
+    assert MappedCall(segment.shared()).leave({"y": floats(LARGE)}) == {"y"}
+    path = path_of(segment)
+    del segment
+    segment = taken(segments, 0)
+    assert path_of(segment) == path
+    assert segment.outputs(SIGNATURE) == {}
 
 
-def test_small_calls_take_none() -> None:
-    async def scenario(segments: Segments) -> None:
-        assert segments.take(0, 4) is None
-        expecting(segments, SHARED_FROM_BYTES - 4)
-        assert segments.take(0, 4) is None
-
-    run(scenario)
+async def test_small_calls_take_none(segments: Segments) -> None:
+    assert segments.take(0, 4) is None
+    expecting(segments, SHARED_FROM_BYTES - 4)
+    assert segments.take(0, 4) is None
 
 
 @pytest.mark.slow
-def test_memory_is_used_again_once_nobody_has_a_view_of_it() -> None:
-    async def scenario(segments: Segments) -> None:
-        expecting(segments, 4 * LARGE)
-        segment = taken(segments, 0)
-        path = path_of(segment)
-        MappedCall(segment.shared()).leave({"y": floats(LARGE)})
-        rows = segment.outputs(SIGNATURE)["y"].data[4:8]
-        del segment
-        gc.collect()
-        other = taken(segments, 0)
-        assert path_of(other) != path
-        assert np.frombuffer(rows, np.float32).tolist() == [1]
-        del rows
-        assert path_of(taken(segments, 0)) == path
-
-    run(scenario)
+async def test_memory_is_used_again_once_nobody_has_a_view_of_it(segments: Segments) -> None:
+    expecting(segments, 4 * LARGE)
+    segment = taken(segments, 0)
+    path = path_of(segment)
+    MappedCall(segment.shared()).leave({"y": floats(LARGE)})
+    rows = segment.outputs(SIGNATURE)["y"].data[4:8]
+    del segment
+    gc.collect()
+    other = taken(segments, 0)
+    assert path_of(other) != path
+    assert np.frombuffer(rows, np.float32).tolist() == [1]
+    del rows
+    assert path_of(taken(segments, 0)) == path
 
 
-def test_memory_of_a_call_that_went_wrong_is_not_used_again() -> None:
-    async def scenario(segments: Segments) -> None:
-        segment = taken(segments, SHARED_FROM_BYTES)
-        there = MappedCall(segment.shared())
-        segment.spoil()
-        del segment
-        other = taken(segments, SHARED_FROM_BYTES)
-        other.place("x", [1, LARGE], [floats(LARGE, first=3).tobytes()])
-        there.inputs["x"] = (0, [1, LARGE])
-        assert not there.input(SIGNATURE.inputs[0]).any()  # it is the old one's still
-
-    run(scenario)
+async def test_memory_of_a_call_that_went_wrong_is_not_used_again(segments: Segments) -> None:
+    segment = taken(segments, SHARED_FROM_BYTES)
+    there = MappedCall(segment.shared())
+    segment.spoil()
+    del segment
+    other = taken(segments, SHARED_FROM_BYTES)
+    other.place("x", [1, LARGE], [floats(LARGE, first=3).tobytes()])
+    there.inputs["x"] = (0, [1, LARGE])
+    assert not there.input(SIGNATURE.inputs[0]).any()  # it is the old one's still
 
 
-def test_what_is_not_used_for_a_while_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_not_used_for_a_while_is_let_go(segments: Segments, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headwater_server.transport.segments.KEPT_FOR_S", 0.001)
 
-    async def scenario(segments: Segments) -> None:
-        shared = taken(segments, SHARED_FROM_BYTES).shared()
-        await asyncio.wait_for(gone(shared), 10)
-
-    run(scenario)
+    shared = taken(segments, SHARED_FROM_BYTES).shared()
+    await asyncio.wait_for(gone(shared), 10)
 
 
-def test_what_is_used_for_longer_than_that_is_let_go_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_used_for_longer_than_that_is_let_go_afterwards(
+    segments: Segments, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("headwater_server.transport.segments.KEPT_FOR_S", 0.001)
 
-    async def scenario(segments: Segments) -> None:
-        segment = taken(segments, SHARED_FROM_BYTES)
-        shared = segment.shared()
-        outlived = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.002, outlived.set)  # fires after the timer of the segment
-        await outlived.wait()
-        del segment
-        await asyncio.wait_for(gone(shared), 10)
-
-    run(scenario)
+    segment = taken(segments, SHARED_FROM_BYTES)
+    shared = segment.shared()
+    outlived = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.002, outlived.set)  # fires after the timer of the segment
+    await outlived.wait()
+    del segment
+    await asyncio.wait_for(gone(shared), 10)
 
 
-def test_large_inputs_are_placed_and_others_travel() -> None:
-    async def scenario(segments: Segments) -> None:
-        x = RawTensor("FP32", (1, LARGE), floats(LARGE).tobytes())
-        text = RawTensor("BYTES", (1, 1), (2 * SHARED_FROM_BYTES).to_bytes(4, "little") + bytes(2 * SHARED_FROM_BYTES))
-        bits = RawTensor("BF16", (1, 2), b"\1\2\3\4")
-        head, data, segment = encode_batch(SIGNATURE, [(request(), {"x": x, "t": text, "b": bits}, 1)] * 2,
-                                           segments=segments)  # fmt: skip
-        assert segment is not None
-        note = note_of(head)
-        assert note.shared is not None
-        assert list(note.shared.inputs) == ["x"]
-        assert MappedCall(note.shared).input(SIGNATURE.inputs[0]).tolist() == floats(LARGE).tolist() * 2
-        assert [len(piece) for piece in data] == [8, *[4 + 2 * SHARED_FROM_BYTES] * 2, 4, 4]
-        assert shapes_in(head) == {"x": [2, 1], "t": [2, 1], "b": [2, 2]}
-
-    run(scenario)
+async def test_large_inputs_are_placed_and_others_travel(segments: Segments) -> None:
+    x = RawTensor("FP32", (1, LARGE), floats(LARGE).tobytes())
+    text = RawTensor("BYTES", (1, 1), (2 * SHARED_FROM_BYTES).to_bytes(4, "little") + bytes(2 * SHARED_FROM_BYTES))
+    bits = RawTensor("BF16", (1, 2), b"\1\2\3\4")
+    head, data, segment = encode_batch(SIGNATURE, [(request(), {"x": x, "t": text, "b": bits}, 1)] * 2,
+                                       segments=segments)  # fmt: skip
+    assert segment is not None
+    note = note_of(head)
+    assert note.shared is not None
+    assert list(note.shared.inputs) == ["x"]
+    assert MappedCall(note.shared).input(SIGNATURE.inputs[0]).tolist() == floats(LARGE).tolist() * 2
+    assert [len(piece) for piece in data] == [8, *[4 + 2 * SHARED_FROM_BYTES] * 2, 4, 4]
+    assert shapes_in(head) == {"x": [2, 1], "t": [2, 1], "b": [2, 2]}
 
 
 def test_without_segments_everything_travels() -> None:
@@ -218,24 +190,21 @@ def test_without_segments_everything_travels() -> None:
 
 @pytest.mark.slow
 def test_segments_end_with_their_owner() -> None:
-    shared: list[SharedCall] = []
+    async def share() -> SharedCall:
+        return taken(Segments(), SHARED_FROM_BYTES).shared()
 
-    async def scenario(segments: Segments) -> None:
-        shared.append(taken(segments, SHARED_FROM_BYTES).shared())
-
-    run(scenario)
+    shared = asyncio.run(share())
     gc.collect()
-    assert not opens(shared[0])
+    assert not opens(shared)
 
 
-def test_without_room_for_another_file_all_goes_inline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_room_for_another_file_all_goes_inline(
+    segments: Segments, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_room(name: str, flags: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    async def scenario(segments: Segments) -> None:
-        kept = segments.take(2 * SHARED_FROM_BYTES, 1)
-        assert kept is not None
-        monkeypatch.setattr("headwater_server.transport.segments.os.memfd_create", no_room)
-        assert segments.take(2 * SHARED_FROM_BYTES, 1) is None
-
-    run(scenario)
+    kept = segments.take(2 * SHARED_FROM_BYTES, 1)
+    assert kept is not None
+    monkeypatch.setattr("headwater_server.transport.segments.os.memfd_create", no_room)
+    assert segments.take(2 * SHARED_FROM_BYTES, 1) is None

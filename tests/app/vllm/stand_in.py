@@ -19,7 +19,7 @@ from tests.app.serving import until
 
 __all__ = [
     "POOLING", "SIGNATURE", "Bench", "Exchange", "StandIn", "benched", "chunk", "completion", "cuts", "embeddings",
-    "error", "request", "route_of", "run", "says", "stand_ins", "usage",
+    "error", "request", "route_of", "says", "stand_ins", "usage",
 ]  # fmt: skip
 
 SIGNATURE = text_signature(
@@ -256,11 +256,6 @@ async def benched(*names: str, **fields: Any) -> AsyncIterator[Bench]:
             assert bench.dispatcher.in_flight == 0
         finally:
             bench.dispatcher.close()
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    """Run a test, but not for ever."""
-    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def cuts(data: bytes, places: list[int]) -> Iterator[bytes]:

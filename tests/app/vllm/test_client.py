@@ -10,7 +10,7 @@ from headwater_server.errors import ReplicaLost, ReplicaUnreachable
 from headwater_server.vllm import client as client_module
 from headwater_server.vllm.client import HIGH_BYTES, VllmAnswer, VllmClient
 from tests.app.serving import until
-from tests.app.vllm.stand_in import Exchange, StandIn, run, stand_ins
+from tests.app.vllm.stand_in import Exchange, StandIn, stand_ins
 
 
 async def asked(client: VllmClient, path: str = "/v1/completions") -> VllmAnswer:
@@ -23,189 +23,159 @@ async def echo(exchange: Exchange) -> None:
     exchange.whole({"path": exchange.path, "body": exchange.body, "id": exchange.headers["x-request-id"]})
 
 
-def test_an_answer_has_status_and_body_and_its_connection_is_used_again() -> None:
-    async def scenario() -> None:
-        async with stand_ins("a") as found:
-            found["a"].script = echo
-            client = VllmClient(f"unix:{found['a'].path}")
-            for path in ("/one", "/two"):
-                answer = await asked(client, path)
-                assert answer.status == 200
-                assert await answer.whole() == b'{"path": "%b", "body": {"a": 1}, "id": "7"}' % path.encode()
-                answer.close()
-            assert found["a"].connections == 1
-            client.close()
-
-    run(scenario)
-
-
-def test_an_answer_that_is_left_early_ends_its_connection() -> None:
-    async def scenario() -> None:
-        async with stand_ins("a") as found:
-
-            async def endless(exchange: Exchange) -> None:
-                exchange.begin()
-                exchange.event({})
-                await exchange.left()
-
-            found["a"].script = endless
-            client = VllmClient(f"unix:{found['a'].path}")
-            answer = await asked(client)
-            assert await answer.read() == b"data: {}\n\n"
+async def test_an_answer_has_status_and_body_and_its_connection_is_used_again() -> None:
+    async with stand_ins("a") as found:
+        found["a"].script = echo
+        client = VllmClient(f"unix:{found['a'].path}")
+        for path in ("/one", "/two"):
+            answer = await asked(client, path)
+            assert answer.status == 200
+            assert await answer.whole() == b'{"path": "%b", "body": {"a": 1}, "id": "7"}' % path.encode()
             answer.close()
-            await found["a"].exchanges[0].left()
-            client.close()
-
-    run(scenario)
+        assert found["a"].connections == 1
+        client.close()
 
 
-def test_a_connection_that_vllm_is_about_to_close_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        async with stand_ins("a") as found:
-            found["a"].script = echo
-            client = VllmClient(f"unix:{found['a'].path}")
-            for _ in range(2):
-                monkeypatch.setattr(client_module, "IDLE_S", 0.0)
-                answer = await asked(client)
-                await answer.whole()
-                answer.close()
-            assert found["a"].connections == 2
-            client.close()
+async def test_an_answer_that_is_left_early_ends_its_connection() -> None:
+    async with stand_ins("a") as found:
 
-    run(scenario)
+        async def endless(exchange: Exchange) -> None:
+            exchange.begin()
+            exchange.event({})
+            await exchange.left()
+
+        found["a"].script = endless
+        client = VllmClient(f"unix:{found['a'].path}")
+        answer = await asked(client)
+        assert await answer.read() == b"data: {}\n\n"
+        answer.close()
+        await found["a"].exchanges[0].left()
+        client.close()
 
 
-def test_a_connection_that_vllm_closed_is_forgotten() -> None:
-    async def scenario() -> None:
-        async with stand_ins("a") as found:
-            found["a"].script = echo
-            client = VllmClient(f"unix:{found['a'].path}")
+async def test_a_connection_that_vllm_is_about_to_close_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stand_ins("a") as found:
+        found["a"].script = echo
+        client = VllmClient(f"unix:{found['a'].path}")
+        for _ in range(2):
+            monkeypatch.setattr(client_module, "IDLE_S", 0.0)
             answer = await asked(client)
             await answer.whole()
             answer.close()
-            found["a"].exchanges[0].lose()
-            await until(lambda: not client._idle)
-            answer = await asked(client)
-            assert await answer.whole()
-            client.close()
-
-    run(scenario)
+        assert found["a"].connections == 2
+        client.close()
 
 
-def test_a_vllm_that_ends_loses_its_answers() -> None:
-    async def scenario() -> None:
-        async with stand_ins("a") as found:
-
-            async def script(exchange: Exchange) -> None:
-                if exchange.path == "/begin":
-                    exchange.begin()
-                    await until(lambda: bool(begun))
-                exchange.lose()
-
-            begun: list[VllmAnswer] = []
-            found["a"].script = script
-            client = VllmClient(f"unix:{found['a'].path}")
-            with pytest.raises(ReplicaLost):
-                await asked(client)
-            begun.append(await asked(client, "/begin"))
-            with pytest.raises(ReplicaLost):
-                await begun[0].read()
-            client.close()
-
-    run(scenario)
+async def test_a_connection_that_vllm_closed_is_forgotten() -> None:
+    async with stand_ins("a") as found:
+        found["a"].script = echo
+        client = VllmClient(f"unix:{found['a'].path}")
+        answer = await asked(client)
+        await answer.whole()
+        answer.close()
+        found["a"].exchanges[0].lose()
+        await until(lambda: not client._idle)
+        answer = await asked(client)
+        assert await answer.whole()
+        client.close()
 
 
-def test_what_is_no_http_ends_the_connection() -> None:
-    async def scenario() -> None:
-        async with stand_ins("a") as found:
+async def test_a_vllm_that_ends_loses_its_answers() -> None:
+    async with stand_ins("a") as found:
 
-            async def script(exchange: Exchange) -> None:
-                exchange.writer.write(b"nonsense\r\n\r\n")
-
-            found["a"].script = script
-            client = VllmClient(f"unix:{found['a'].path}")
-            with pytest.raises(ReplicaLost):
-                await asked(client)
-            client.close()
-
-    run(scenario)
-
-
-def test_without_a_socket_a_vllm_is_not_reached() -> None:
-    async def scenario() -> None:
-        with pytest.raises(ReplicaUnreachable):
-            await VllmClient("unix:/nowhere/h").connect()
-
-    run(scenario)
-
-
-def test_closing_ends_all_connections_and_opens_none() -> None:
-    async def scenario() -> None:
-        async with stand_ins("a") as found:
-
-            async def silent(exchange: Exchange) -> None:
-                await exchange.left()
-
-            found["a"].script = silent
-            client = VllmClient(f"unix:{found['a'].path}")
-            answers = [await client.connect() for _ in range(3)]
-            waiting = [asyncio.create_task(one.send("POST", "/", b"{}")) for one in answers]
-            await until(lambda: len(found["a"].exchanges) == 3)
-            client.close()
-            for one in waiting:
-                with pytest.raises(ReplicaLost):
-                    await one
-            with pytest.raises(ReplicaUnreachable):
-                await client.connect()
-
-    run(scenario)
-
-
-def test_a_reader_that_pauses_stops_vllm() -> None:
-    async def scenario() -> None:
-        async with stand_ins("a") as found:
-            sent = 0
-
-            async def endless(exchange: Exchange) -> None:
-                nonlocal sent
+        async def script(exchange: Exchange) -> None:
+            if exchange.path == "/begin":
                 exchange.begin()
-                while not exchange.is_left:
-                    exchange.event({"x": "y" * 10_000})
-                    sent += 1
-                    await exchange.writer.drain()
-                    await asyncio.sleep(0)
+                await until(lambda: bool(begun))
+            exchange.lose()
 
-            found["a"].script = endless
-            client = VllmClient(f"unix:{found['a'].path}")
-            answer = await asked(client)
-            before = -1
-            while sent != before:
-                before = sent
-                await asyncio.sleep(0.05)
-            taken = len(await answer.read())
-            assert HIGH_BYTES < taken < 2 * HIGH_BYTES
-            await until(lambda: sent > before)
-            answer.close()
-            client.close()
-            await found["a"].exchanges[0].left()
-
-    run(scenario)
+        begun: list[VllmAnswer] = []
+        found["a"].script = script
+        client = VllmClient(f"unix:{found['a'].path}")
+        with pytest.raises(ReplicaLost):
+            await asked(client)
+        begun.append(await asked(client, "/begin"))
+        with pytest.raises(ReplicaLost):
+            await begun[0].read()
+        client.close()
 
 
-def test_get_gives_a_body_or_fails() -> None:
-    async def scenario() -> None:
-        async with stand_ins("a") as found:
-            standing: StandIn = found["a"]
-            standing.metrics = b"m 1\n"
-            client = VllmClient(f"unix:{standing.path}")
-            assert await client.get("/metrics") == b"m 1\n"
+async def test_what_is_no_http_ends_the_connection() -> None:
+    async with stand_ins("a") as found:
 
-            async def refuses(exchange: Exchange) -> None:
-                exchange.whole(b"", 503)
+        async def script(exchange: Exchange) -> None:
+            exchange.writer.write(b"nonsense\r\n\r\n")
 
-            standing.script = refuses
-            with pytest.raises(ReplicaLost, match="/other was answered with 503"):
-                await client.get("/other")
-            client.close()
+        found["a"].script = script
+        client = VllmClient(f"unix:{found['a'].path}")
+        with pytest.raises(ReplicaLost):
+            await asked(client)
+        client.close()
 
-    run(scenario)
+
+async def test_without_a_socket_a_vllm_is_not_reached() -> None:
+    with pytest.raises(ReplicaUnreachable):
+        await VllmClient("unix:/nowhere/h").connect()
+
+
+async def test_closing_ends_all_connections_and_opens_none() -> None:
+    async with stand_ins("a") as found:
+
+        async def silent(exchange: Exchange) -> None:
+            await exchange.left()
+
+        found["a"].script = silent
+        client = VllmClient(f"unix:{found['a'].path}")
+        answers = [await client.connect() for _ in range(3)]
+        waiting = [asyncio.create_task(one.send("POST", "/", b"{}")) for one in answers]
+        await until(lambda: len(found["a"].exchanges) == 3)
+        client.close()
+        for one in waiting:
+            with pytest.raises(ReplicaLost):
+                await one
+        with pytest.raises(ReplicaUnreachable):
+            await client.connect()
+
+
+async def test_a_reader_that_pauses_stops_vllm() -> None:
+    async with stand_ins("a") as found:
+        sent = 0
+
+        async def endless(exchange: Exchange) -> None:
+            nonlocal sent
+            exchange.begin()
+            while not exchange.is_left:
+                exchange.event({"x": "y" * 10_000})
+                sent += 1
+                await exchange.writer.drain()
+                await asyncio.sleep(0)
+
+        found["a"].script = endless
+        client = VllmClient(f"unix:{found['a'].path}")
+        answer = await asked(client)
+        before = -1
+        while sent != before:
+            before = sent
+            await asyncio.sleep(0.05)
+        taken = len(await answer.read())
+        assert HIGH_BYTES < taken < 2 * HIGH_BYTES
+        await until(lambda: sent > before)
+        answer.close()
+        client.close()
+        await found["a"].exchanges[0].left()
+
+
+async def test_get_gives_a_body_or_fails() -> None:
+    async with stand_ins("a") as found:
+        standing: StandIn = found["a"]
+        standing.metrics = b"m 1\n"
+        client = VllmClient(f"unix:{standing.path}")
+        assert await client.get("/metrics") == b"m 1\n"
+
+        async def refuses(exchange: Exchange) -> None:
+            exchange.whole(b"", 503)
+
+        standing.script = refuses
+        with pytest.raises(ReplicaLost, match="/other was answered with 503"):
+            await client.get("/other")
+        client.close()

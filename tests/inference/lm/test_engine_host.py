@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -168,23 +168,18 @@ def _frames(
     return cast(AsyncGenerator[StepFrame, None], read())
 
 
-def hosted(
-    engine: Any, test: Callable[[EngineHost], Awaitable[None]], broken: list[str] | None = None, **settings: Any
-) -> None:
-    """Run a test with a host of an engine, in a loop; whatever a test leaves under way, the host ends."""
-
-    async def run() -> None:
-        limits = ChannelLimits(**{name: settings.pop(name) for name in ChannelLimits._fields if name in settings})
-        on_broken = (broken if broken is not None else []).append
-        host = EngineHost(engine, on_broken=on_broken, channel_limits=limits, **settings)
-        try:
-            await test(host)
-        finally:
-            if isinstance(engine, Gated):
-                engine.open()
-            await asyncio.to_thread(host.close)
-
-    asyncio.run(run())
+@contextlib.asynccontextmanager
+async def hosted(engine: Any, broken: list[str] | None = None, **settings: Any) -> AsyncIterator[EngineHost]:
+    """A host of an engine. It ends whatever a test leaves under way."""
+    limits = ChannelLimits(**{name: settings.pop(name) for name in ChannelLimits._fields if name in settings})
+    on_broken = (broken if broken is not None else []).append
+    host = EngineHost(engine, on_broken=on_broken, channel_limits=limits, **settings)
+    try:
+        yield host
+    finally:
+        if isinstance(engine, Gated):
+            engine.open()
+        await asyncio.to_thread(host.close)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -203,10 +198,10 @@ def numbers_of(events: Sequence[SequenceEvent]) -> list[int]:
     return got
 
 
-def test_a_sequence_from_submit_to_its_end() -> None:
+async def test_a_sequence_from_submit_to_its_end() -> None:
     engine = Gated(NullEngine(LIMITS))
 
-    async def test(host: EngineHost) -> None:
+    async with hosted(engine) as host:
         worker = Worker(host)
         first = await worker.frame()
         assert (first.number, first.events, first.closed) == (0, [], "")
@@ -220,17 +215,15 @@ def test_a_sequence_from_submit_to_its_end() -> None:
         assert worker.frames[-1].load.active == 0
         await worker.close()
         assert await worker.next() is None
-
-    hosted(engine, test)
     assert len(engine.threads) == 1  # one thread makes all calls
     assert threading.get_ident() not in engine.threads
     assert engine.closed == 1
 
 
-def test_steps_that_are_not_read_are_merged() -> None:
+async def test_steps_that_are_not_read_are_merged() -> None:
     engine = Gated(NullEngine(LIMITS))
 
-    async def test(host: EngineHost) -> None:
+    async with hosted(engine) as host:
         worker = Worker(host)
         await worker.frame()
         await worker.submit(0, 1, tokens=50)
@@ -242,13 +235,11 @@ def test_steps_that_are_not_read_are_merged() -> None:
             (0, 1, list(range(1, 41))), (1, 1, list(range(1, 41))),
         ]  # fmt: skip
 
-    hosted(engine, test)
 
-
-def test_steps_past_a_workers_window_are_merged_and_an_acknowledgement_releases_them() -> None:
+async def test_steps_past_a_workers_window_are_merged_and_an_acknowledgement_releases_them() -> None:
     engine = Gated(NullEngine(LIMITS))
 
-    async def test(host: EngineHost) -> None:
+    async with hosted(engine) as host:
         channel = ChannelNote(os.getpid(), 1)
         got: list[SequenceEvent] = []
         frames = parcels = 0
@@ -292,8 +283,6 @@ def test_steps_past_a_workers_window_are_merged_and_an_acknowledgement_releases_
         engine.open()
         await until(lambda: host._load.active == 0)
 
-    hosted(engine, test)
-
 
 class Scripted:
     """Reports what a test says, for the one sequence that it takes."""
@@ -323,34 +312,29 @@ class Scripted:
         self.id = ""
 
 
-def events_of(*steps: list[Any]) -> list[SequenceEvent]:
+async def events_of(*steps: list[Any]) -> list[SequenceEvent]:
     """What a worker is told in one frame of all these steps."""
     engine = Gated(Scripted(*steps))
-    found: list[SequenceEvent] = []
-
-    async def test(host: EngineHost) -> None:
+    async with hosted(engine) as host:
         worker = Worker(host)
         await worker.frame()
         await worker.submit(0)
         engine.allow(len(steps))
         await until(lambda: not engine._engine.steps and not host._sequences)
-        found.extend((await worker.frame()).events)
-
-    hosted(engine, test)
-    return found
+        return (await worker.frame()).events
 
 
-def test_logprobs_and_tops_travel_if_there_are_any() -> None:
+async def test_logprobs_and_tops_travel_if_there_are_any() -> None:
     top = ((4, -0.5), (5, -1.0))
-    (event,) = events_of([(0, 4, -0.5, top)], [(1, 5, -1.0, top, "stop")])
+    (event,) = await events_of([(0, 4, -0.5, top)], [(1, 5, -1.0, top, "stop")])
     assert (event.tokens, event.logprobs, event.tops, event.finish) == ([4, 5], [-0.5, -1.0], [top, top], "stop")
-    (event,) = events_of([(0, 4, -0.5)], [(1, 5, -1.0)], [(2, None, None, (), "cancelled")])
+    (event,) = await events_of([(0, 4, -0.5)], [(1, 5, -1.0)], [(2, None, None, (), "cancelled")])
     assert (event.tokens, event.logprobs, event.tops, event.finish) == ([4, 5], [-0.5, -1.0], None, "cancelled")
 
 
-def test_what_is_told_of_a_prompt_is_never_merged_with_tokens() -> None:
+async def test_what_is_told_of_a_prompt_is_never_merged_with_tokens() -> None:
     part = ((-0.5, ((4, -0.5),)),)
-    events = events_of(
+    events = await events_of(
         [(0, None, None, (), None, "", 0, part)], [(0, None, None, (), None, "", 0, part * 2)], [(0, 4, -1.0)],
         [(1, 5, -2.0, (), "stop")],
     )  # fmt: skip
@@ -360,43 +344,41 @@ def test_what_is_told_of_a_prompt_is_never_merged_with_tokens() -> None:
 
 
 @pytest.mark.parametrize("indices", [[0, 1, 1], [0, 2], [0, 1, 0, 1], [5]])
-def test_indices_that_do_not_follow_each_other_are_told_as_they_are(indices: list[int]) -> None:
+async def test_indices_that_do_not_follow_each_other_are_told_as_they_are(indices: list[int]) -> None:
     steps = [[(index, 100 + place)] for place, index in enumerate(indices)]
-    events = events_of(*steps, [(99, None, None, (), "stop")])
+    events = await events_of(*steps, [(99, None, None, (), "stop")])
     assert [event.finish for event in events] == [None] * (len(events) - 1) + ["stop"]
     told = [event.index + place for event in events for place in range(len(event.tokens))]
     assert told == indices
     assert [token for event in events for token in event.tokens] == [100 + place for place in range(len(indices))]
 
 
-def test_an_end_that_is_none_is_an_error() -> None:
-    (event,) = events_of([(0, 1, None, (), "done")])
+async def test_an_end_that_is_none_is_an_error() -> None:
+    (event,) = await events_of([(0, 1, None, (), "done")])
     assert event.finish == "error"
     assert "finish: expected one of cancelled, error, length, out_of_memory, rejected, stop, got 'done'" in event.error
 
 
-def test_a_sequence_that_the_engine_forgets_is_ended() -> None:
-    *_, event = events_of([(0, 1)], [])
+async def test_a_sequence_that_the_engine_forgets_is_ended() -> None:
+    *_, event = await events_of([(0, 1)], [])
     assert (event.finish, event.error) == ("error", "the engine has no more work, but did not end the sequence")
     assert event.index == 1
 
 
-def test_tokens_that_are_no_numbers_end_the_channel() -> None:
-    async def test(host: EngineHost) -> None:
+async def test_tokens_that_are_no_numbers_end_the_channel() -> None:
+    async with hosted(Scripted([(0, object())], [])) as host:
         worker = Worker(host)
         await worker.frame()
         await worker.submit(0)
         assert "the engine's events can't be sent: TypeError" in (await worker.frame()).closed
         assert await worker.next() is None
 
-    hosted(Scripted([(0, object())], []), test)
 
-
-def test_a_load_that_is_no_number_ends_each_channel_with_the_reason() -> None:
+async def test_a_load_that_is_no_number_ends_each_channel_with_the_reason() -> None:
     engine = Scripted([(0, 1)], [])
     engine.cache_used = object()  # type: ignore[assignment]
 
-    async def test(host: EngineHost) -> None:
+    async with hosted(engine) as host:
         worker, other = Worker(host), Worker(host, "other")
         await worker.frame()
         await worker.submit(0)
@@ -408,11 +390,9 @@ def test_a_load_that_is_no_number_ends_each_channel_with_the_reason() -> None:
         (answer,) = await worker.post()
         assert answer.closed == "channel: unknown name 'c'"
 
-    hosted(engine, test)
 
-
-def test_what_the_engine_has_no_room_for_is_full() -> None:
-    async def test(host: EngineHost) -> None:
+async def test_what_the_engine_has_no_room_for_is_full() -> None:
+    async with hosted(NullEngine(LIMITS, step_s=0.001)) as host:
         worker = Worker(host)
         await worker.frame()
         await worker.submit(*range(7))
@@ -420,15 +400,13 @@ def test_what_the_engine_has_no_room_for_is_full() -> None:
         assert (end.finish, end.tokens) == ("full", [])
         assert "`max_waiting` is 2" in end.error
 
-    hosted(NullEngine(LIMITS, step_s=0.001), test)
-
 
 @pytest.mark.parametrize(
     ("tokens", "prompt", "says"),
     [(2_000_000, 1, "the model's context"), (5, 0, "prompt: expected"), (-1, 1, "max_tokens: expected at least 0")],
 )
-def test_what_the_engine_can_never_take_is_rejected(tokens: int, prompt: int, says: str) -> None:
-    async def test(host: EngineHost) -> None:
+async def test_what_the_engine_can_never_take_is_rejected(tokens: int, prompt: int, says: str) -> None:
+    async with hosted(NullEngine(LIMITS)) as host:
         worker = Worker(host)
         await worker.frame()
         await worker.submit(0, tokens=tokens, prompt=prompt)
@@ -436,27 +414,23 @@ def test_what_the_engine_can_never_take_is_rejected(tokens: int, prompt: int, sa
         assert (end.finish, end.index) == ("rejected", 0)
         assert says in end.error
 
-    hosted(NullEngine(LIMITS), test)
-
 
 class Refusing(NullEngine):
     def submit(self, request: SequenceRequest) -> None:
         raise ZeroDivisionError("on purpose")
 
 
-def test_a_submit_that_raises_is_an_error_of_that_sequence() -> None:
-    async def test(host: EngineHost) -> None:
+async def test_a_submit_that_raises_is_an_error_of_that_sequence() -> None:
+    async with hosted(Refusing(LIMITS)) as host:
         worker = Worker(host)
         await worker.frame()
         await worker.submit(0)
         end = await worker.end_of(0)
         assert (end.finish, end.error) == ("error", "ZeroDivisionError: on purpose")
 
-    hosted(Refusing(LIMITS), test)
 
-
-def test_cancel_by_number_frees_the_place_before_the_next_step() -> None:
-    async def test(host: EngineHost) -> None:
+async def test_cancel_by_number_frees_the_place_before_the_next_step() -> None:
+    async with hosted(NullEngine(LIMITS, step_s=0.001)) as host:
         worker = Worker(host)
         await worker.frame()
         await worker.submit(*range(6))  # four run, two wait
@@ -467,11 +441,9 @@ def test_cancel_by_number_frees_the_place_before_the_next_step() -> None:
         assert numbers_of(found[1]) == list(range(len(numbers_of(found[1]))))
         await until(lambda: (host._load.active, host._load.waiting) == (4, 0))
 
-    hosted(NullEngine(LIMITS, step_s=0.001), test)
 
-
-def test_cancel_in_the_post_that_submits() -> None:
-    async def test(host: EngineHost) -> None:
+async def test_cancel_in_the_post_that_submits() -> None:
+    async with hosted(NullEngine(LIMITS)) as host:
         worker = Worker(host)
         await worker.frame()
         await worker.post(submits=[Submit(0, "r", [1], ENDLESS)], cancels=[0])
@@ -479,11 +451,9 @@ def test_cancel_in_the_post_that_submits() -> None:
         assert end.finish == "cancelled"
         await until(lambda: host._load.active == 0)
 
-    hosted(NullEngine(LIMITS), test)
 
-
-def test_two_channels_use_the_same_numbers_and_know_nothing_of_each_other() -> None:
-    async def test(host: EngineHost) -> None:
+async def test_two_channels_use_the_same_numbers_and_know_nothing_of_each_other() -> None:
+    async with hosted(NullEngine(LIMITS)) as host:
         one, other = Worker(host, "one"), Worker(host, "other")
         await one.frame()
         await other.frame()  # reads nothing more for now, and holds up nobody
@@ -496,14 +466,12 @@ def test_two_channels_use_the_same_numbers_and_know_nothing_of_each_other() -> N
         await other.submit(1, tokens=2)
         assert (await other.end_of(1)).finish == "length"
 
-    hosted(NullEngine(LIMITS), test)
 
-
-def test_a_step_that_raises_ends_what_runs_and_the_engine_goes_on() -> None:
+async def test_a_step_that_raises_ends_what_runs_and_the_engine_goes_on() -> None:
     engine = FaultyEngine(NullEngine(LIMITS), "raise", after=3, is_faulty=lambda id: id == "c/0")
     broken: list[str] = []
 
-    async def test(host: EngineHost) -> None:
+    async with hosted(engine, broken) as host:
         worker = Worker(host)
         await worker.frame()
         await worker.submit(0, 1)
@@ -515,8 +483,6 @@ def test_a_step_that_raises_ends_what_runs_and_the_engine_goes_on() -> None:
             )  # fmt: skip
         await worker.submit(2, tokens=10)
         assert numbers_of((await worker.to_end(2))[2]) == list(range(10))
-
-    hosted(engine, test, broken)
     assert broken == []
 
 
@@ -528,10 +494,10 @@ class Unmendable(NullEngine):
         raise RuntimeError("second")
 
 
-def test_an_engine_that_can_not_even_be_reset_ends_the_replica() -> None:
+async def test_an_engine_that_can_not_even_be_reset_ends_the_replica() -> None:
     broken: list[str] = []
 
-    async def test(host: EngineHost) -> None:
+    async with hosted(Unmendable(LIMITS), broken) as host:
         worker = Worker(host)
         await worker.frame()
         await worker.submit(0)
@@ -543,12 +509,10 @@ def test_an_engine_that_can_not_even_be_reset_ends_the_replica() -> None:
         (answer,) = [one async for one in _frames(host, Open("late"))]
         assert "RuntimeError: second" in answer.closed
 
-    hosted(Unmendable(LIMITS), test, broken)
-
 
 @pytest.mark.parametrize("fault", ["repeat", "skip", "history"])
-def test_a_fault_of_the_engine_stays_visible(fault: Fault) -> None:
-    async def test(host: EngineHost) -> None:
+async def test_a_fault_of_the_engine_stays_visible(fault: Fault) -> None:
+    async with hosted(FaultyEngine(NullEngine(LIMITS), fault)) as host:
         worker = Worker(host)
         await worker.frame()
         await worker.submit(0, tokens=12)
@@ -559,11 +523,9 @@ def test_a_fault_of_the_engine_stays_visible(fault: Fault) -> None:
             expected = event.index + len(event.tokens)
         assert any(counts)
 
-    hosted(FaultyEngine(NullEngine(LIMITS), fault), test)
 
-
-def test_a_worker_that_is_behind_holds_the_engine_up_until_it_reads() -> None:
-    async def test(host: EngineHost) -> None:
+async def test_a_worker_that_is_behind_holds_the_engine_up_until_it_reads() -> None:
+    async with hosted(NullEngine(LIMITS), most_pending=500) as host:
         worker = Worker(host)
         await worker.frame()
         await worker.submit(0)
@@ -575,11 +537,9 @@ def test_a_worker_that_is_behind_holds_the_engine_up_until_it_reads() -> None:
         await worker.post(cancels=[0])  # heard although the engine waits
         assert (await worker.end_of(0)).finish == "cancelled"
 
-    hosted(NullEngine(LIMITS), test, most_pending=500)
 
-
-def test_a_worker_that_never_reads_loses_its_channel_although_it_is_heard_of() -> None:
-    async def test(host: EngineHost) -> None:
+async def test_a_worker_that_never_reads_loses_its_channel_although_it_is_heard_of() -> None:
+    async with hosted(NullEngine(LIMITS), most_pending=500, blocked_s=0.3) as host:
         worker, other = Worker(host), Worker(host, "other")
         await worker.frame()
         await other.frame()
@@ -592,13 +552,11 @@ def test_a_worker_that_never_reads_loses_its_channel_although_it_is_heard_of() -
         assert numbers_of(reading.result()[0]) == list(range(2000))
         assert (await worker.frame()).closed == "its worker left 500 tokens unread for 0.3 s"
 
-    hosted(NullEngine(LIMITS), test, most_pending=500, blocked_s=0.3)
 
-
-def test_a_full_queue_is_told_while_a_step_is_under_way() -> None:
+async def test_a_full_queue_is_told_while_a_step_is_under_way() -> None:
     engine = Gated(NullEngine(LIMITS))
 
-    async def test(host: EngineHost) -> None:
+    async with hosted(engine) as host:
         worker, other = Worker(host), Worker(host, "other")
         await worker.frame()
         await other.frame()
@@ -619,8 +577,6 @@ def test_a_full_queue_is_told_while_a_step_is_under_way() -> None:
         assert numbers_of(found[3]) == [0, 1]
         await other.submit(5, tokens=1)
         assert (await other.end_of(5)).finish == "length"
-
-    hosted(engine, test)
 
 
 class Leaving(NullEngine):
@@ -659,10 +615,10 @@ class Leaving(NullEngine):
 
 
 @pytest.mark.parametrize("where", ["submit", "cancel", "step"])
-def test_an_engine_that_raises_system_exit_has_failed_as_with_any_exception(where: str) -> None:
+async def test_an_engine_that_raises_system_exit_has_failed_as_with_any_exception(where: str) -> None:
     broken: list[str] = []
 
-    async def test(host: EngineHost) -> None:
+    async with hosted(Leaving(where, 1), broken) as host:
         worker = Worker(host)
         await worker.frame()
         await worker.submit(0)
@@ -673,15 +629,13 @@ def test_an_engine_that_raises_system_exit_has_failed_as_with_any_exception(wher
         assert (end.finish, end.error) == ("error", "SystemExit: on purpose")
         await worker.submit(1, tokens=5)
         assert numbers_of((await worker.to_end(1))[1]) == list(range(5))
-
-    hosted(Leaving(where, 1), test, broken)
     assert broken == []
 
 
-def test_whatever_ends_the_engines_thread_ends_the_replica() -> None:
+async def test_whatever_ends_the_engines_thread_ends_the_replica() -> None:
     broken: list[str] = []
 
-    async def test(host: EngineHost) -> None:
+    async with hosted(Leaving("cache_used", 2), broken) as host:
         worker = Worker(host)
         await worker.frame()
         await worker.submit(0)
@@ -692,24 +646,20 @@ def test_whatever_ends_the_engines_thread_ends_the_replica() -> None:
         assert broken == [frame.closed]
         assert not host._channels
 
-    hosted(Leaving("cache_used", 2), test, broken)
 
-
-def test_an_engine_that_raises_system_exit_at_the_end_has_ended() -> None:
-    async def test(host: EngineHost) -> None:
+async def test_an_engine_that_raises_system_exit_at_the_end_has_ended() -> None:
+    broken: list[str] = []
+    async with hosted(Leaving("close", 1), broken) as host:
         await asyncio.to_thread(host.close)
         assert not host._thread.is_alive()
-
-    broken: list[str] = []
-    hosted(Leaving("close", 1), test, broken)
     assert broken == []
 
 
-def test_a_step_that_does_not_return_ends_the_replica() -> None:
+async def test_a_step_that_does_not_return_ends_the_replica() -> None:
     engine = Gated(NullEngine(LIMITS))
     broken: list[str] = []
 
-    async def test(host: EngineHost) -> None:
+    async with hosted(engine, broken, max_step_s=0.3) as host:
         worker = Worker(host)
         await worker.frame()
         await until(lambda: host._watch._sleeps)
@@ -725,16 +675,14 @@ def test_a_step_that_does_not_return_ends_the_replica() -> None:
         assert broken == [frame.closed]
         (answer,) = [one async for one in _frames(host, Open("late"))]
         assert answer.closed == frame.closed
-
-    hosted(engine, test, broken, max_step_s=0.3)
     assert len(broken) == 1
 
 
 @pytest.mark.slow
-def test_many_steps_may_take_longer_than_one_and_rest_is_no_step() -> None:
+async def test_many_steps_may_take_longer_than_one_and_rest_is_no_step() -> None:
     broken: list[str] = []
 
-    async def test(host: EngineHost) -> None:
+    async with hosted(NullEngine(LIMITS, step_s=0.001), broken, max_step_s=0.2) as host:
         worker = Worker(host)
         await worker.frame()
         for number in range(2):
@@ -747,8 +695,6 @@ def test_many_steps_may_take_longer_than_one_and_rest_is_no_step() -> None:
             idle = time.monotonic()
             await until(lambda idle=idle: time.monotonic() > idle + 0.5)  # type: ignore[misc]
         assert not worker.frames[-1].closed
-
-    hosted(NullEngine(LIMITS, step_s=0.001), test, broken, max_step_s=0.2)
     assert broken == []
 
 
@@ -762,12 +708,12 @@ class Clock:
         return time.monotonic() + self.ahead_s
 
 
-def test_a_pause_of_the_replica_costs_a_worker_that_is_there_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pause_of_the_replica_costs_a_worker_that_is_there_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("headwater.lm.engine_host.time", clock)
     engine = Gated(NullEngine(LIMITS))
 
-    async def test(host: EngineHost) -> None:
+    async with hosted(engine, most_pending=5, blocked_s=4) as host:
         worker = Worker(host)
         await worker.frame()
         await worker.submit(0)
@@ -791,23 +737,21 @@ def test_a_pause_of_the_replica_costs_a_worker_that_is_there_nothing(monkeypatch
         assert (await worker.end_of(0)).finish == "cancelled"
         assert channel.end is None
 
-    hosted(engine, test, most_pending=5, blocked_s=4)
 
-
-def test_a_channel_is_opened_once() -> None:
-    async def test(host: EngineHost) -> None:
+async def test_a_channel_is_opened_once() -> None:
+    async with hosted(NullEngine(LIMITS)) as host:
         worker, again = Worker(host), Worker(host)
         await worker.frame()
         assert (await again.frame()).closed == "channel: expected a new name, got 'c'"
         assert await again.next() is None
         await worker.submit(0, tokens=3)
         assert (await worker.end_of(0)).finish == "length"
+        await worker.close()
+        assert await worker.next() is None
 
-    hosted(NullEngine(LIMITS), test)
 
-
-def test_a_number_twice_ends_the_channel() -> None:
-    async def test(host: EngineHost) -> None:
+async def test_a_number_twice_ends_the_channel() -> None:
+    async with hosted(NullEngine(LIMITS, step_s=0.001)) as host:
         worker = Worker(host)
         await worker.frame()
         await worker.submit(3)
@@ -817,20 +761,16 @@ def test_a_number_twice_ends_the_channel() -> None:
         assert frame.closed == "submits: expected new numbers, got 3"
         await until(lambda: host._load.active == 0)
 
-    hosted(NullEngine(LIMITS, step_s=0.001), test)
-
 
 @pytest.mark.parametrize("data", [None, b"", b"\x01", b"\x92\xa4open\xc1", b"\x92\xa4open\xa1\xff", b"\xff" * 50])
-def test_what_is_no_message_is_answered_so(data: bytes | None) -> None:
-    async def test(host: EngineHost) -> None:
+async def test_what_is_no_message_is_answered_so(data: bytes | None) -> None:
+    async with hosted(NullEngine(LIMITS)) as host:
         (frame,) = [frame async for frame in _frames(host, data)]
         assert frame.closed.startswith("control: expected a message of headwater.wire.lm: ")
 
-    hosted(NullEngine(LIMITS), test)
 
-
-def test_a_request_that_is_dropped_ends_its_channel() -> None:
-    async def test(host: EngineHost) -> None:
+async def test_a_request_that_is_dropped_ends_its_channel() -> None:
+    async with hosted(NullEngine(LIMITS, step_s=0.001)) as host:
         worker = Worker(host)
         await worker.frame()
         await worker.submit(0)
@@ -840,13 +780,11 @@ def test_a_request_that_is_dropped_ends_its_channel() -> None:
         assert answer.closed
         await until(lambda: host._load.active == 0)
 
-    hosted(NullEngine(LIMITS, step_s=0.001), test)
 
-
-def test_close_ends_channels_with_a_reason_and_the_engine() -> None:
+async def test_close_ends_channels_with_a_reason_and_the_engine() -> None:
     engine = Gated(NullEngine(LIMITS))
 
-    async def test(host: EngineHost) -> None:
+    async with hosted(engine) as host:
         worker = Worker(host)
         await worker.frame()
         engine.allow(5)
@@ -864,16 +802,15 @@ def test_close_ends_channels_with_a_reason_and_the_engine() -> None:
         (answer,) = await worker.post()
         assert answer.closed == "for a test"
 
-    hosted(engine, test)
-
 
 @settings(max_examples=25)
 @given(
     lengths=st.lists(st.integers(0, 60), min_size=1, max_size=9),
     pattern=st.lists(st.integers(0, 4), min_size=1, max_size=8),
 )
-def test_each_token_arrives_once_and_in_order_whenever_it_is_read(lengths: list[int], pattern: list[int]) -> None:
-    async def test(host: EngineHost) -> None:
+async def test_each_token_arrives_once_and_in_order_whenever_it_is_read(lengths: list[int], pattern: list[int]) -> None:
+    limits = EngineLimits(max_sequences=4, max_waiting=9, context_length=99, cache_tokens=396, vocab_size=99)
+    async with hosted(NullEngine(limits)) as host:
         worker = Worker(host)
         await worker.frame()
         await worker.post(submits=[Submit(number, "r", [1], most) for number, most in enumerate(lengths)])
@@ -888,9 +825,6 @@ def test_each_token_arrives_once_and_in_order_whenever_it_is_read(lengths: list[
         for number, events in found.items():
             assert numbers_of(events) == list(range(lengths[number]))
             assert events[-1].finish == "length"
-
-    limits = EngineLimits(max_sequences=4, max_waiting=9, context_length=99, cache_tokens=396, vocab_size=99)
-    hosted(NullEngine(limits), test)
 
 
 CUDA_ERROR = "RuntimeError: CUDA error: device-side assert triggered"
@@ -912,10 +846,10 @@ class RaisingAtOnce(NullEngine):
 
 
 @pytest.mark.parametrize("kind", [Raising, Telling, RaisingAtOnce])
-def test_a_poisoned_device_ends_the_replica_and_is_no_sequences_fault(kind: type[NullEngine]) -> None:
+async def test_a_poisoned_device_ends_the_replica_and_is_no_sequences_fault(kind: type[NullEngine]) -> None:
     broken: list[str] = []
 
-    async def test(host: EngineHost) -> None:
+    async with hosted(kind(LIMITS), broken) as host:
         worker = Worker(host)
         await worker.frame()
         await worker.submit(0)
@@ -923,6 +857,4 @@ def test_a_poisoned_device_ends_the_replica_and_is_no_sequences_fault(kind: type
             assert frame.events == []
         assert frame.closed == CUDA_ERROR
         await until(lambda: bool(broken))
-
-    hosted(kind(LIMITS), test, broken)
     assert broken == [CUDA_ERROR]

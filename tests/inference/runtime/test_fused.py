@@ -323,7 +323,7 @@ class TestFrames:
         answers = ask(pipeline, {"x": rows(1, 2)}, patience_s=1000)
         assert [answer.heads for answer in answers] == [["a", "b"], ["c"]]
 
-    def test_batches_do_not_interleave(self) -> None:
+    async def test_batches_do_not_interleave(self) -> None:
         order: list[str] = []
 
         def noting(name: str) -> Callable[[Any], Any]:
@@ -338,14 +338,11 @@ class TestFrames:
         ]}  # fmt: skip
         pipeline = fused(models, ["a", "b"])
 
-        async def both() -> None:
-            async def one(number: int) -> None:
-                async for _ in hear(pipeline, {"x": rows(number)}):
-                    await asyncio.sleep(0)
+        async def one(number: int) -> None:
+            async for _ in hear(pipeline, {"x": rows(number)}):
+                await asyncio.sleep(0)
 
-            await asyncio.gather(one(1), one(2), one(3))
-
-        asyncio.run(both())
+        await asyncio.gather(one(1), one(2), one(3))
         assert order == [f"{name}{number}" for number in (1, 2, 3) for name in ("trunk", "a", "b")]
 
     def test_who_stops_listening_does_not_keep_others_waiting(self) -> None:
@@ -575,17 +572,14 @@ class TestCoroutines:
         assert list(only(second)["m"].failures) == [0]
         assert [only(one)["m"].outputs["y"].tolist() for one in (third, fourth)] == [[[8]], [[12]]]
 
-    def test_a_deadline_cancels_one_call_of_many(self) -> None:
+    async def test_a_deadline_cancels_one_call_of_many(self) -> None:
         pipeline = fused({"m": Meets(3, doubled, ["x"], "y", arrays="numpy")}, ["m"], name="m")
 
         async def late() -> list[Answer]:
             return [answer async for answer in hear(pipeline, {"x": rows(7)}, left_s={"m": 0.01})]
 
-        async def scenario() -> tuple[list[Answer], list[dict[str, Word]]]:
-            first = await asyncio.wait_for(late(), 30)
-            return first, await _all_at_once(pipeline, 1, 2)
-
-        first, others = asyncio.run(scenario())
+        first = await asyncio.wait_for(late(), 30)
+        others = await _all_at_once(pipeline, 1, 2)
         assert only(first)["m"].failures == {0: RowReport(Status.RAISED, "deadline exceeded")}
         assert [words["m"].outputs["y"].tolist() for words in others] == [[[2]], [[4]]]
 
@@ -827,17 +821,14 @@ class TestStreams:
         assert len(models["pre"].seen) == 1
 
     @BOTH
-    def test_who_stops_listening_ends_the_generator(self, kind: type[Counter]) -> None:
+    async def test_who_stops_listening_ends_the_generator(self, kind: type[Counter]) -> None:
         counter = kind(10**9)
         pipeline, _ = self.pipeline(counter)
 
-        async def leave() -> None:
-            frames = pipeline.handle([Request({"x": rows(1)})])
-            await anext(frames)
-            await anext(frames)
-            await frames.aclose()
-
-        asyncio.run(leave())
+        frames = pipeline.handle([Request({"x": rows(1)})])
+        await anext(frames)
+        await anext(frames)
+        await frames.aclose()
         assert counter.closed.is_set()
 
     @BOTH
@@ -1023,7 +1014,7 @@ class TestStreams:
         assert counter.closed.is_set()
 
     @BOTH
-    def test_a_stream_that_is_cancelled_while_a_yield_is_followed_is_not_asked_for_another(
+    async def test_a_stream_that_is_cancelled_while_a_yield_is_followed_is_not_asked_for_another(
         self, kind: type[Counter]
     ) -> None:
         counter = kind(10**9)
@@ -1035,18 +1026,15 @@ class TestStreams:
 
         pipeline, _ = self.pipeline(counter, post=held)
 
-        async def cancel() -> None:
-            answers = asyncio.create_task(_gather(pipeline, heads=[(4, 1)], stream="s"))
-            await asyncio.to_thread(reached.wait, 30)
-            await _gather(pipeline, cancel="s")
-            go.set()
-            await answers
-
-        asyncio.run(asyncio.wait_for(cancel(), 30))
+        answers = asyncio.create_task(_gather(pipeline, heads=[(4, 1)], stream="s"))
+        await asyncio.to_thread(reached.wait, 30)
+        await _gather(pipeline, cancel="s")
+        go.set()
+        await answers
         assert counter.yielded == 1
         assert counter.closed.is_set()
 
-    def test_a_stream_that_waits_for_its_reader_holds_no_other_up(self) -> None:
+    async def test_a_stream_that_waits_for_its_reader_holds_no_other_up(self) -> None:
         width = STREAM_WINDOW_BYTES // 4 + 1
         models: dict[str, Any] = {
             "pre": Stage(doubled, ["x"], "f"),
@@ -1056,20 +1044,17 @@ class TestStreams:
         models["wide"].outputs = (Tensor("w", "FP32", [width]),)
         pipeline = fused(models, ["wide", "stream"])
 
-        async def two() -> None:
-            channel = ChannelNote(os.getpid(), 1)
-            opening = msgspec.structs.replace(channel, opens=True)
-            async with contextlib.aclosing(pipeline.handle([_noted(rows(0), channel=opening)])) as parcels:
-                # Its first head alone is more than may be on its way, and nobody takes it.
-                await _frames(pipeline, rows(1), stream="first", channel=channel)
-                await _frames(pipeline, rows(1), stream="second", channel=channel, heads=[(2, 1)])
-                ended: set[str] = set()
-                while "second" not in ended:
-                    (answer,) = await anext(parcels)
-                    ended |= {name for name, raw in decode_parcel(answer[FRAME].tobytes()) if raw is None}
-                assert ended == {"second"}
-
-        asyncio.run(asyncio.wait_for(two(), 30))
+        channel = ChannelNote(os.getpid(), 1)
+        opening = msgspec.structs.replace(channel, opens=True)
+        async with contextlib.aclosing(pipeline.handle([_noted(rows(0), channel=opening)])) as parcels:
+            # Its first head alone is more than may be on its way, and nobody takes it.
+            await _frames(pipeline, rows(1), stream="first", channel=channel)
+            await _frames(pipeline, rows(1), stream="second", channel=channel, heads=[(2, 1)])
+            ended: set[str] = set()
+            while "second" not in ended:
+                (answer,) = await anext(parcels)
+                ended |= {name for name, raw in decode_parcel(answer[FRAME].tobytes()) if raw is None}
+            assert ended == {"second"}
 
 
 def _noted(x: Array, **note: Any) -> Request:

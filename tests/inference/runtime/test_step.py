@@ -672,14 +672,11 @@ class _ReusesAsync(_Reuses):
 
 
 @pytest.mark.parametrize("kind", [_Reuses, _ReusesAsync])
-def test_streams_at_the_same_time_share_no_memory_although_the_model_reuses_its_own(kind: type[Model]) -> None:
+async def test_streams_at_the_same_time_share_no_memory_although_the_model_reuses_its_own(kind: type[Model]) -> None:
     step = step_of(kind())
 
     async def stream(value: float) -> list[float]:
         results = step.iterate(Given({"x": rows(value)}, 1), StreamControl())
         return [float(made.arrays["y"][0, 0]) async for made in results if made.good]
 
-    async def scenario() -> list[list[float]]:
-        return await asyncio.gather(*(stream(value) for value in (1, 2, 3)))
-
-    assert asyncio.run(scenario()) == [[1.0] * 20, [2.0] * 20, [3.0] * 20]
+    assert await asyncio.gather(*map(stream, (1, 2, 3))) == [[1.0] * 20, [2.0] * 20, [3.0] * 20]

@@ -96,7 +96,7 @@ def test_a_call_is_noted_while_it_computes(tmp_path: Path, kind: type[Notes]) ->
 @pytest.mark.parametrize(
     ("kind", "is_stream"), [(Plain, False), (Awaiting, False), (Yielding, True), (AwaitingYields, True)]
 )
-def test_the_wait_for_what_a_gpu_computes_is_noted(
+async def test_the_wait_for_what_a_gpu_computes_is_noted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Notes], is_stream: bool
 ) -> None:
     """It comes with the copy of the outputs."""
@@ -109,11 +109,8 @@ def test_the_wait_for_what_a_gpu_computes_is_noted(
     monkeypatch.setattr("headwater.runtime.step.wire", copied)
     pipeline = fused({"m": kind(tmp_path)}, ["m"], watch=watchdog_in(tmp_path).call)
 
-    async def ask() -> None:
-        async for _ in hear(pipeline, {"x": rows(1)}, heads=[(1, 1)], stream="s" * is_stream):
-            pass
-
-    asyncio.run(ask())
+    async for _ in hear(pipeline, {"x": rows(1)}, heads=[(1, 1)], stream="s" * is_stream):
+        pass
     assert set(seen) == {1}
     assert noted(tmp_path) == 0
 
@@ -127,30 +124,26 @@ def test_a_call_that_raises_has_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Plain, Awaiting])
-def test_steps_of_a_pipeline_are_noted(tmp_path: Path, kind: type[Notes]) -> None:
+async def test_steps_of_a_pipeline_are_noted(tmp_path: Path, kind: type[Notes]) -> None:
     trunk = Stage(lambda x: x * 2, ["input"], "x", arrays="numpy")
     model = kind(tmp_path)
     pipeline = fused({"trunk": trunk, "head": model}, ["head"], watch=watchdog_in(tmp_path).call)
 
-    async def ask() -> None:
-        words = only([answer async for answer in hear(pipeline, {"input": rows(1)}, heads=[(1, 1)])])
-        assert words["head"].failures == {}
-
-    asyncio.run(ask())
+    words = only([answer async for answer in hear(pipeline, {"input": rows(1)}, heads=[(1, 1)])])
+    assert words["head"].failures == {}
     assert (model.seen, noted(tmp_path)) == ([1], 0)
 
 
 @pytest.mark.parametrize("kind", [Yielding, AwaitingYields])
-def test_a_stream_is_noted_while_it_computes_a_yield_and_not_between_two(tmp_path: Path, kind: type[Notes]) -> None:
+async def test_a_stream_is_noted_while_it_computes_a_yield_and_not_between_two(
+    tmp_path: Path, kind: type[Notes]
+) -> None:
     model = kind(tmp_path)
     pipeline = fused({"m": model}, ["m"], watch=watchdog_in(tmp_path).call)
     between: list[int] = []
 
-    async def ask() -> None:
-        async for _ in hear(pipeline, {"x": rows(1)}, heads=[(1, 1)], stream="s"):
-            between.append(noted(tmp_path))
-
-    asyncio.run(ask())
+    async for _ in hear(pipeline, {"x": rows(1)}, heads=[(1, 1)], stream="s"):
+        between.append(noted(tmp_path))
     assert model.seen == [1, 1, 1, 1]
     assert between == [0, 0, 0, 0]
     assert noted(tmp_path) == 0

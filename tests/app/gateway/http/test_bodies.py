@@ -159,58 +159,52 @@ def post(size: int, *, of: int | None = None, headers: bytes = b"", body: bytes 
 
 
 @pytest.mark.parametrize("count", [8, 16])
-def test_unfinished_bodies_together_have_a_budget(count: int) -> None:
+async def test_unfinished_bodies_together_have_a_budget(count: int) -> None:
     budget = BodyBudget(4 * SMALL_BYTES)
 
-    async def main() -> None:
-        reads = Reads(budget)
-        application = Entry(_unused, [EndpointRoute(INFER_PATH, reads)], RequestRecords(None, StreamLimits()))
-        async with serving(application, timeout_s=60) as server:
-            clients = [await connect(server.port) for _ in range(count)]
-            for _, writer in clients:
-                writer.write(post(2 * SMALL_BYTES, of=4 * SMALL_BYTES))
-            refused = await asyncio.wait_for(clients[-1][0].readuntil(b"\r\n\r\n"), 30)
-            assert refused.startswith(b"HTTP/1.1 503 ")
-            assert b"retry-after: 2" in refused
-            assert budget.used <= budget.limit - budget.limit // 4
-            reads.gate.set()
-            reader, writer = await connect(server.port)  # small ones have room
-            writer.write(post(1000))
-            assert (await asyncio.wait_for(reader.readuntil(b"1000"), 30)).startswith(b"HTTP/1.1 200 ")
-            for _, other in (*clients, (reader, writer)):
-                other.close()
-            await until(lambda: budget.used == 0)
-
-    asyncio.run(main())
+    reads = Reads(budget)
+    application = Entry(_unused, [EndpointRoute(INFER_PATH, reads)], RequestRecords(None, StreamLimits()))
+    async with serving(application, timeout_s=60) as server:
+        clients = [await connect(server.port) for _ in range(count)]
+        for _, writer in clients:
+            writer.write(post(2 * SMALL_BYTES, of=4 * SMALL_BYTES))
+        refused = await asyncio.wait_for(clients[-1][0].readuntil(b"\r\n\r\n"), 30)
+        assert refused.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 2" in refused
+        assert budget.used <= budget.limit - budget.limit // 4
+        reads.gate.set()
+        reader, writer = await connect(server.port)  # small ones have room
+        writer.write(post(1000))
+        assert (await asyncio.wait_for(reader.readuntil(b"1000"), 30)).startswith(b"HTTP/1.1 200 ")
+        for _, other in (*clients, (reader, writer)):
+            other.close()
+        await until(lambda: budget.used == 0)
 
 
 @pytest.mark.parametrize("factor", [1, 2])
-def test_bodies_that_unpack_large_have_the_same_budget(factor: int) -> None:
+async def test_bodies_that_unpack_large_have_the_same_budget(factor: int) -> None:
     budget = BodyBudget(4 * SMALL_BYTES * factor)
     packed = gzip.compress(bytes(2 * SMALL_BYTES))
 
-    async def main() -> None:
-        reads = Reads(budget)
-        application = Entry(_unused, [EndpointRoute(INFER_PATH, reads)], RequestRecords(None, StreamLimits()))
-        async with serving(application, timeout_s=60) as server:
-            clients = [await connect(server.port) for _ in range(6)]
-            request = post(0, headers=b"Content-Encoding: gzip\r\n", body=packed)
-            for _, writer in clients[:factor]:
-                writer.write(request)
-            # Of bodies that are unpacked at once each may have a part, and none all of what it needs.
-            await until(lambda: budget.used >= 2 * SMALL_BYTES * factor)
-            for _, writer in clients[factor:]:
-                writer.write(request)
-            reads.gate.set()
-            answers = [await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30) for reader, _ in clients]
-            statuses = {answer[9:12] for answer in answers}
-            assert b"200" in statuses
-            assert statuses <= {b"200", b"503"}
-            for _, writer in clients:
-                writer.close()
-            await until(lambda: budget.used == 0)
-
-    asyncio.run(main())
+    reads = Reads(budget)
+    application = Entry(_unused, [EndpointRoute(INFER_PATH, reads)], RequestRecords(None, StreamLimits()))
+    async with serving(application, timeout_s=60) as server:
+        clients = [await connect(server.port) for _ in range(6)]
+        request = post(0, headers=b"Content-Encoding: gzip\r\n", body=packed)
+        for _, writer in clients[:factor]:
+            writer.write(request)
+        # Of bodies that are unpacked at once each may have a part, and none all of what it needs.
+        await until(lambda: budget.used >= 2 * SMALL_BYTES * factor)
+        for _, writer in clients[factor:]:
+            writer.write(request)
+        reads.gate.set()
+        answers = [await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30) for reader, _ in clients]
+        statuses = {answer[9:12] for answer in answers}
+        assert b"200" in statuses
+        assert statuses <= {b"200", b"503"}
+        for _, writer in clients:
+            writer.close()
+        await until(lambda: budget.used == 0)
 
 
 def test_more_than_the_budget_is_refused_and_all_of_it_comes_back() -> None:

@@ -18,7 +18,7 @@ from headwater_server.gateway.http.connections import SPARE_PLACES
 from headwater_server.gateway.http.event_stream import PING, EventStream, StreamLimits
 from headwater_server.gateway.http.exchange import EXTENSION, DisconnectWatch, exchange_of
 from headwater_server.telemetry.logs import AccessLog
-from tests.app.serving import TIMEOUT_S, connect, run_with, serving, until, until_closed
+from tests.app.serving import TIMEOUT_S, connect, serving, until, until_closed
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,10 +35,10 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
 GET = b"GET /2 HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
-run = functools.partial(run_with, application)
+served = functools.partial(serving, application)
 
 
-def test_each_ends_with_its_next_answer_when_clients_are_to_go_elsewhere() -> None:
+async def test_each_ends_with_its_next_answer_when_clients_are_to_go_elsewhere() -> None:
     async def in_pieces(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for is_last in (False, True):
@@ -47,7 +47,8 @@ def test_each_ends_with_its_next_answer_when_clients_are_to_go_elsewhere() -> No
     async def at_once(scope: Scope, receive: Receive, send: Send) -> None:
         scope["extensions"][EXTENSION].answer(200, [], [b"x"])
 
-    async def scenario(answer: ASGIApp) -> None:
+    answer: ASGIApp
+    for answer in (application, in_pieces, at_once):
         async with serving(answer) as server:
             reader, writer = await connect(server.port)
             writer.write(GET)
@@ -58,20 +59,14 @@ def test_each_ends_with_its_next_answer_when_clients_are_to_go_elsewhere() -> No
             assert (await until_closed(reader)).count(b"connection: close") == 1
             writer.close()
 
-    for answer in (application, in_pieces, at_once):
-        asyncio.run(scenario(answer))
 
-
-served = functools.partial(serving, application)
-
-
-def test_idle_connections_keep_nobody_out() -> None:
-    async def scenario(port: int) -> None:
-        held = [await connect(port) for _ in range(3)]
+async def test_idle_connections_keep_nobody_out() -> None:
+    async with served(limit=3) as server:
+        held = [await connect(server.port) for _ in range(3)]
         for _, writer in held:
             writer.write(b"GET / HT")  # a head that is not complete is idle, too
         for _ in range(3):
-            reader, writer = await connect(port)
+            reader, writer = await connect(server.port)
             writer.write(GET)
             assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
             held.append((reader, writer))
@@ -79,12 +74,10 @@ def test_idle_connections_keep_nobody_out() -> None:
         for _, writer in held:
             writer.close()
 
-    run(scenario, limit=3)
 
-
-def test_a_body_that_is_sent_on_after_the_answer_is_read_for_a_while_only() -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+async def test_a_body_that_is_sent_on_after_the_answer_is_read_for_a_while_only() -> None:
+    async with served() as server:
+        reader, writer = await connect(server.port)
         writer.write(b"POST /2 HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
         closed = asyncio.create_task(until_closed(reader))
         began_s = asyncio.get_running_loop().time()
@@ -94,13 +87,11 @@ def test_a_body_that_is_sent_on_after_the_answer_is_read_for_a_while_only() -> N
         assert b" 200 " in await closed
         writer.close()
 
-    run(scenario)
-
 
 @pytest.mark.slow
-def test_a_body_that_ends_after_the_answer_leaves_the_connection_good() -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+async def test_a_body_that_ends_after_the_answer_leaves_the_connection_good() -> None:
+    async with served() as server:
+        reader, writer = await connect(server.port)
         writer.write(b"POST /0 HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n")
         await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
         writer.write(b"12345")
@@ -111,57 +102,47 @@ def test_a_body_that_ends_after_the_answer_leaves_the_connection_good() -> None:
         assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
         writer.close()
 
-    run(scenario)
-
 
 @pytest.mark.parametrize("header", [b"", b"Connection: close\r\n"])
-def test_an_answer_that_nobody_reads_is_given_up(header: bytes) -> None:
-    async def main() -> None:
-        async with served() as server:
-            loop = asyncio.get_running_loop()
-            with socket.socket() as client:
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                client.setblocking(False)
-                await loop.sock_connect(client, ("127.0.0.1", server.port))
-                await loop.sock_sendall(client, b"GET /50000000 HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n")
-                await until(lambda: len(server.connections) == 1)
-                await until(lambda: not server.connections)
-
-    asyncio.run(main())
+async def test_an_answer_that_nobody_reads_is_given_up(header: bytes) -> None:
+    async with served() as server:
+        loop = asyncio.get_running_loop()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await loop.sock_connect(client, ("127.0.0.1", server.port))
+            await loop.sock_sendall(client, b"GET /50000000 HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n")
+            await until(lambda: len(server.connections) == 1)
+            await until(lambda: not server.connections)
 
 
 @pytest.mark.slow
-def test_an_answer_that_is_read_slowly_arrives() -> None:
-    async def main() -> None:
-        async with served(timeout_s=1) as server:
-            loop = asyncio.get_running_loop()
-            with socket.socket() as client:
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
-                client.setblocking(False)
-                await loop.sock_connect(client, ("127.0.0.1", server.port))
-                await loop.sock_sendall(client, b"GET /8000000 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-                began_s, size = loop.time(), 0
-                while piece := await asyncio.wait_for(loop.sock_recv(client, 65536), 10):
-                    size += len(piece)
-                    if loop.time() < began_s + 2.5:
-                        await asyncio.sleep(0.015)
-                assert size > 8_000_000
-                assert loop.time() > began_s + 2
-
-    asyncio.run(main())
+async def test_an_answer_that_is_read_slowly_arrives() -> None:
+    async with served(timeout_s=1) as server:
+        loop = asyncio.get_running_loop()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+            client.setblocking(False)
+            await loop.sock_connect(client, ("127.0.0.1", server.port))
+            await loop.sock_sendall(client, b"GET /8000000 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            began_s, size = loop.time(), 0
+            while piece := await asyncio.wait_for(loop.sock_recv(client, 65536), 10):
+                size += len(piece)
+                if loop.time() < began_s + 2.5:
+                    await asyncio.sleep(0.015)
+            assert size > 8_000_000
+            assert loop.time() > began_s + 2
 
 
 @pytest.mark.slow
-def test_bytes_between_requests_do_not_keep_a_connection_for_ever() -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+async def test_bytes_between_requests_do_not_keep_a_connection_for_ever() -> None:
+    async with served(keep_alive_s=1) as server:
+        reader, writer = await connect(server.port)
         writer.write(GET)
         await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
         writer.write(b"\r\n")
         assert len(await until_closed(reader)) <= 2
         writer.close()
-
-    run(scenario, keep_alive_s=1)
 
 
 # Pipelining, and what is refused without the application
@@ -214,65 +195,58 @@ async def ask(port: int, request: bytes) -> bytes:
     return answer
 
 
-def test_where_all_are_busy_a_new_connection_is_refused_but_health_is_answered() -> None:
+async def test_where_all_are_busy_a_new_connection_is_refused_but_health_is_answered() -> None:
     application = Gated()
 
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+    async with serving(application, limit=1, timeout_s=10) as server:
+        reader, writer = await connect(server.port)
         writer.write(HELD)
         await asyncio.wait_for(application.begun.wait(), 10)
         for _ in range(2 * SPARE_PLACES):
-            refused = await ask(port, GET)
+            refused = await ask(server.port, GET)
             assert refused.startswith(b"HTTP/1.1 503 ")
             assert b"max_connections" in refused
             assert b"retry-after: " in refused
-            health = await ask(port, b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            health = await ask(server.port, b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
             assert health.startswith(b"HTTP/1.1 200 ")
             assert b"connection: close" in health
-        silent = [await connect(port) for _ in range(SPARE_PLACES + 1)]
-        assert b" 200 " in await ask(port, b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n\r\n")
+        silent = [await connect(server.port) for _ in range(SPARE_PLACES + 1)]
+        assert b" 200 " in await ask(server.port, b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n\r\n")
         application.gate.set()
         assert await asyncio.wait_for(reader.readuntil(b"/held 0\n"), 10) == HELD_ANSWER
         for other in (writer, *(pair[1] for pair in silent)):
             other.close()
 
-    run_with(application, scenario, limit=1, timeout_s=10)
 
-
-def test_slow_bodies_keep_nobody_out() -> None:
+async def test_slow_bodies_keep_nobody_out() -> None:
     application = Gated()
 
-    async def scenario(port: int) -> None:
+    async with serving(application, limit=20, timeout_s=60) as server:
         head = b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nx"
-        held = [await connect(port) for _ in range(25)]
+        held = [await connect(server.port) for _ in range(25)]
         for _, writer in held:
             writer.write(head)
-        answers = await asyncio.gather(*(ask(port, LAST) for _ in range(10)))
+        answers = await asyncio.gather(*(ask(server.port, LAST) for _ in range(10)))
         assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in answers)
         for _, writer in held:
             writer.close()
 
-    run_with(application, scenario, limit=20, timeout_s=60)
 
-
-def test_a_body_is_no_part_of_the_head_behind_it() -> None:
-    async def main() -> None:
-        async with serving(Gated(), timeout_s=10) as server:
-            reader, writer = await connect(server.port)
-            await until(lambda: len(server.connections) == 1)
-            (connection,) = server.connections
-            for piece in (
-                b"POST /first HTTP/1.1\r\nHo",
-                b"st: x\r\nContent-Length: 100000\r\n\r\n" + bytes(100_000) + b"GET /second HTTP/1.1\r\nHo",
-                b"st: x\r\nConnection: close\r\n\r\n",
-            ):
-                connection.data_received(piece)
-            answers = await until_closed(reader)
-            assert b"/first 100000\n" in answers
-            assert answers.endswith(b"/second 0\n")
-            writer.close()
-
-    asyncio.run(main())
+async def test_a_body_is_no_part_of_the_head_behind_it() -> None:
+    async with serving(Gated(), timeout_s=10) as server:
+        reader, writer = await connect(server.port)
+        await until(lambda: len(server.connections) == 1)
+        (connection,) = server.connections
+        for piece in (
+            b"POST /first HTTP/1.1\r\nHo",
+            b"st: x\r\nContent-Length: 100000\r\n\r\n" + bytes(100_000) + b"GET /second HTTP/1.1\r\nHo",
+            b"st: x\r\nConnection: close\r\n\r\n",
+        ):
+            connection.data_received(piece)
+        answers = await until_closed(reader)
+        assert b"/first 100000\n" in answers
+        assert answers.endswith(b"/second 0\n")
+        writer.close()
 
 
 @pytest.mark.slow
@@ -286,11 +260,11 @@ def test_a_body_is_no_part_of_the_head_behind_it() -> None:
     ],
     ids=["garbage", "too large", "too slow", "a body behind a request"],
 )
-def test_a_refusal_waits_for_the_answers_before_it(more: bytes, status: bytes) -> None:
+async def test_a_refusal_waits_for_the_answers_before_it(more: bytes, status: bytes) -> None:
     application = Gated()
 
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+    async with serving(application) as server:
+        reader, writer = await connect(server.port)
         writer.write(HELD)
         await asyncio.wait_for(application.begun.wait(), 10)
         writer.write(more)
@@ -303,12 +277,10 @@ def test_a_refusal_waits_for_the_answers_before_it(more: bytes, status: bytes) -
         assert b"connection: close\r\n" in refusal
         writer.close()
 
-    run_with(application, scenario)
 
-
-def test_a_request_in_front_of_garbage_is_answered() -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+async def test_a_request_in_front_of_garbage_is_answered() -> None:
+    async with served() as server:
+        reader, writer = await connect(server.port)
         writer.write(GET + b"garbage\r\n\r\n")
         answers = await until_closed(reader)
         assert answers.startswith(b"HTTP/1.1 200 OK\r\n")
@@ -316,14 +288,12 @@ def test_a_request_in_front_of_garbage_is_answered() -> None:
         assert b"HTTP/1.1 400 Bad Request\r\n" in answers
         writer.close()
 
-    run(scenario)
 
-
-def test_a_body_that_is_not_chunked_as_it_says_is_refused_in_place_of_its_answer() -> None:
+async def test_a_body_that_is_not_chunked_as_it_says_is_refused_in_place_of_its_answer() -> None:
     application = Gated()
 
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+    async with serving(application) as server:
+        reader, writer = await connect(server.port)
         writer.write(b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nxno end")
         answers = await until_closed(reader)
         assert answers.startswith(b"HTTP/1.1 400 Bad Request\r\n")
@@ -331,12 +301,10 @@ def test_a_body_that_is_not_chunked_as_it_says_is_refused_in_place_of_its_answer
         await until(lambda: application.gone == 1)
         writer.close()
 
-    run_with(application, scenario)
 
-
-def test_nothing_is_said_of_the_rest_of_a_body_whose_request_is_answered() -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+async def test_nothing_is_said_of_the_rest_of_a_body_whose_request_is_answered() -> None:
+    async with served() as server:
+        reader, writer = await connect(server.port)
         writer.write(b"POST /2 HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n")
         answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n\0\0"), 10)
         assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
@@ -344,37 +312,32 @@ def test_nothing_is_said_of_the_rest_of_a_body_whose_request_is_answered() -> No
         assert await until_closed(reader) == b""
         writer.close()
 
-    run(scenario)
-
 
 @pytest.mark.slow
-def test_a_connection_is_read_no_further_while_requests_wait_on_it() -> None:
+async def test_a_connection_is_read_no_further_while_requests_wait_on_it() -> None:
     application = Gated()
     count = 5000
 
-    async def main() -> None:
-        async with serving(application, timeout_s=10) as server:
-            reader, writer = await connect(server.port)
-            writer.write(HELD)
-            await asyncio.wait_for(application.begun.wait(), 10)
-            (application.connection,) = server.connections
-            writer.write(b"GET / HTTP/1.1\r\nHost:x\r\n\r\n" * count + LAST)
-            await until(lambda: len(application.connection._waiting) > 0)
-            application.gate.set()
-            answers = await until_closed(reader)
-            assert answers.endswith(b"/last 0\n")
-            assert answers.count(b"\r\n\r\n/ 0\n") == count
-            assert 0 < application.longest_pipeline < 1000
-            writer.close()
-
-    asyncio.run(main())
+    async with serving(application, timeout_s=10) as server:
+        reader, writer = await connect(server.port)
+        writer.write(HELD)
+        await asyncio.wait_for(application.begun.wait(), 10)
+        (application.connection,) = server.connections
+        writer.write(b"GET / HTTP/1.1\r\nHost:x\r\n\r\n" * count + LAST)
+        await until(lambda: len(application.connection._waiting) > 0)
+        application.gate.set()
+        answers = await until_closed(reader)
+        assert answers.endswith(b"/last 0\n")
+        assert answers.count(b"\r\n\r\n/ 0\n") == count
+        assert 0 < application.longest_pipeline < 1000
+        writer.close()
 
 
-def test_a_body_behind_a_request_that_is_answered_late_arrives() -> None:
+async def test_a_body_behind_a_request_that_is_answered_late_arrives() -> None:
     application = Gated()
 
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+    async with serving(application) as server:
+        reader, writer = await connect(server.port)
         writer.write(HELD)
         await asyncio.wait_for(application.begun.wait(), 10)
         for _ in range(2):
@@ -385,15 +348,13 @@ def test_a_body_behind_a_request_that_is_answered_late_arrives() -> None:
         assert answers.startswith(HELD_ANSWER)
         writer.close()
 
-    run_with(application, scenario)
-
 
 @pytest.mark.slow
-def test_a_head_that_nobody_reads_yet_is_not_late() -> None:
+async def test_a_head_that_nobody_reads_yet_is_not_late() -> None:
     application = Gated()
 
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+    async with serving(application) as server:
+        reader, writer = await connect(server.port)
         writer.write(HELD)
         await asyncio.wait_for(application.begun.wait(), 10)
         writer.write(GET + b"GET /late HTTP/1.1\r\nHost: ")
@@ -402,13 +363,11 @@ def test_a_head_that_nobody_reads_yet_is_not_late() -> None:
         assert b"408" not in await asyncio.wait_for(reader.readuntil(b"/late 0\n"), 10)
         writer.close()
 
-    run_with(application, scenario)
-
 
 @pytest.mark.slow
-def test_empty_lines_keep_no_connection() -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+async def test_empty_lines_keep_no_connection() -> None:
+    async with served(keep_alive_s=1) as server:
+        reader, writer = await connect(server.port)
         closed = asyncio.create_task(until_closed(reader))
         began_s = asyncio.get_running_loop().time()
         while not closed.done() and asyncio.get_running_loop().time() < began_s + 10:
@@ -418,35 +377,31 @@ def test_empty_lines_keep_no_connection() -> None:
         assert await closed == b""
         writer.close()
 
-    run(scenario, keep_alive_s=1)
 
-
-def test_empty_lines_are_bounded_as_headers_are() -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+async def test_empty_lines_are_bounded_as_headers_are() -> None:
+    async with served() as server:
+        reader, writer = await connect(server.port)
         writer.write(b"\r\n" * 100_000)
         assert (await until_closed(reader)).startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
         writer.close()
 
-    run(scenario)
 
-
-def test_trailers_are_bounded_as_headers_are() -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+async def test_trailers_are_bounded_as_headers_are() -> None:
+    async with serving(Gated()) as server:
+        reader, writer = await connect(server.port)
         writer.write(b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"a: b\r\n" * 20_000)
         assert (await until_closed(reader)).startswith(b"HTTP/1.1 431 ")
         writer.close()
 
-    run_with(Gated(), scenario)
 
-
-def test_a_refusal_has_an_id_and_a_line_of_the_access_log_and_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_refusal_has_an_id_and_a_line_of_the_access_log_and_no_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     stream = io.StringIO()
     log = AccessLog(stream, "json", payloads=True)
 
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+    async with served(access_log=log) as server:
+        reader, writer = await connect(server.port)
         writer.write(b"garbage\r\n\r\n")
         head, _, body = (await until_closed(reader)).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
@@ -457,8 +412,6 @@ def test_a_refusal_has_an_id_and_a_line_of_the_access_log_and_no_warning(caplog:
         assert line["error"] == json.loads(body)["error"]
         assert "Invalid method" in line["error"]
         writer.close()
-
-    run(scenario, access_log=log)
     assert caplog.records == []
 
 
@@ -508,11 +461,11 @@ GOES_ON = b"HTTP/1.1 100 Continue\r\n\r\n"
     [(POST, 1), (POST + POST, 2), (POST + POST[:-1], 1), (POST + POST[:20], 1)],
     ids=["one request", "two requests", "one request and a part of another", "one request and a part of a head"],
 )
-def test_a_client_that_ends_its_sending_side_gets_its_answers(sent: bytes, answers: int) -> None:
+async def test_a_client_that_ends_its_sending_side_gets_its_answers(sent: bytes, answers: int) -> None:
     application = Waiting()
 
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+    async with serving(application) as server:
+        reader, writer = await connect(server.port)
         writer.write(sent)
         writer.write_eof()
         await asyncio.wait_for(application.begun.wait(), 10)
@@ -524,8 +477,6 @@ def test_a_client_that_ends_its_sending_side_gets_its_answers(sent: bytes, answe
         assert received == b"" or received.startswith(b"HTTP/1.1 400 Bad Request\r\n")
         writer.close()
 
-    run_with(application, scenario)
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -536,13 +487,13 @@ def test_a_client_that_ends_its_sending_side_gets_its_answers(sent: bytes, answe
     ],
     ids=["whole", "stream"],
 )
-def test_a_client_that_waits_gets_what_it_ignores_until_its_answer(
+async def test_a_client_that_waits_gets_what_it_ignores_until_its_answer(
     request_: bytes, meanwhile: bytes, end: bytes
 ) -> None:
     application = Waiting()
 
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+    async with serving(application) as server:
+        reader, writer = await connect(server.port)
         writer.write(request_)
         writer.write_eof()
         for _ in range(2):
@@ -551,20 +502,18 @@ def test_a_client_that_waits_gets_what_it_ignores_until_its_answer(
         assert (await until_closed(reader)).endswith(end)
         writer.close()
 
-    run_with(application, scenario)
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [b"/a", b"/stream"])
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize("ends_its_side_before", [False, True])
-def test_a_client_that_leaves_before_its_answer_is_noticed(
+async def test_a_client_that_leaves_before_its_answer_is_noticed(
     path: bytes, version: bytes, ends_its_side_before: bool
 ) -> None:
     application = Waiting()
 
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+    async with serving(application) as server:
+        reader, writer = await connect(server.port)
         writer.write(POST.replace(b"/a", path).replace(b"1.1", version))
         await asyncio.wait_for(application.begun.wait(), 10)
         if ends_its_side_before:
@@ -573,8 +522,6 @@ def test_a_client_that_leaves_before_its_answer_is_noticed(
                 await reader.readuntil(PING if path == b"/stream" else GOES_ON)
         writer.close()
         await asyncio.wait_for(application.gone.wait(), 10)
-
-    run_with(application, scenario)
 
 
 # Upgrades, which nobody has to take (RFC 9110, 7.8)
@@ -589,36 +536,31 @@ UPGRADE = b"Host: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: %b\r\nHTT
     ids=["length", "chunked"],
 )
 @pytest.mark.parametrize("piece_bytes", [1, 50, 100_000])
-def test_a_request_that_would_upgrade_is_answered_as_if_it_would_not(
+async def test_a_request_that_would_upgrade_is_answered_as_if_it_would_not(
     protocol: bytes, body: bytes, piece_bytes: int
 ) -> None:
-    async def main() -> None:
-        async with serving(Gated(), timeout_s=10) as server:
-            reader, writer = await connect(server.port)
-            await until(lambda: len(server.connections) == 1)
-            (connection,) = server.connections
-            sent = b"POST /a HTTP/1.1\r\n" + UPGRADE % protocol + body
-            sent += b"GET /b HTTP/1.1\r\n" + UPGRADE % protocol + b"\r\n" + sent + LAST
-            for start in range(0, len(sent), piece_bytes):
-                connection.data_received(sent[start : start + piece_bytes])
-            answers = await until_closed(reader)
-            assert [line for line in answers.split(b"\n") if line.startswith(b"/")] == [
-                b"/a 5", b"/b 0", b"/a 5", b"/last 0",
-            ]  # fmt: skip
-            assert answers.count(b"HTTP/1.1 200 OK\r\n") == 4
-            writer.close()
-
-    asyncio.run(main())
+    async with serving(Gated(), timeout_s=10) as server:
+        reader, writer = await connect(server.port)
+        await until(lambda: len(server.connections) == 1)
+        (connection,) = server.connections
+        sent = b"POST /a HTTP/1.1\r\n" + UPGRADE % protocol + body
+        sent += b"GET /b HTTP/1.1\r\n" + UPGRADE % protocol + b"\r\n" + sent + LAST
+        for start in range(0, len(sent), piece_bytes):
+            connection.data_received(sent[start : start + piece_bytes])
+        answers = await until_closed(reader)
+        assert [line for line in answers.split(b"\n") if line.startswith(b"/")] == [
+            b"/a 5", b"/b 0", b"/a 5", b"/last 0",
+        ]  # fmt: skip
+        assert answers.count(b"HTTP/1.1 200 OK\r\n") == 4
+        writer.close()
 
 
-def test_an_upgrade_of_an_older_version_is_answered_too() -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+async def test_an_upgrade_of_an_older_version_is_answered_too() -> None:
+    async with serving(Gated()) as server:
+        reader, writer = await connect(server.port)
         writer.write(b"POST /a HTTP/1.0\r\n" + UPGRADE % b"h2c" + b"Content-Length: 3\r\n\r\nabc")
         assert (await until_closed(reader)).endswith(b"connection: close\r\n\r\n/a 3\n")
         writer.close()
-
-    run_with(Gated(), scenario)
 
 
 @pytest.mark.parametrize(
@@ -632,13 +574,11 @@ def test_an_upgrade_of_an_older_version_is_answered_too() -> None:
         (b"GET http://x HTTP/1.1\r\n" + UPGRADE % b"h2c", b"400 Bad Request"),
     ],
 )
-def test_a_head_that_this_server_does_not_follow_is_refused(head: bytes, status: bytes) -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+async def test_a_head_that_this_server_does_not_follow_is_refused(head: bytes, status: bytes) -> None:
+    async with serving(Gated()) as server:
+        reader, writer = await connect(server.port)
         writer.write(head + b"\r\n")
         answer = await until_closed(reader)
         assert answer.startswith(b"HTTP/1.1 %b\r\n" % status)
         assert (b"\r\nallow: " in answer) == status.startswith(b"405")
         writer.close()
-
-    run_with(Gated(), scenario)

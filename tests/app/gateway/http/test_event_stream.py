@@ -36,7 +36,7 @@ class Unwritable:
             self.on_gone()
 
 
-def answer(state: dict[str, Any], exchange: Unwritable | None = None) -> None:
+async def answer(state: dict[str, Any], exchange: Unwritable | None = None) -> None:
     """Answer a request of this state, whose client reads nothing of the events that end the stream."""
     is_full = False
 
@@ -58,30 +58,27 @@ def answer(state: dict[str, Any], exchange: Unwritable | None = None) -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def scenario() -> None:
-        stream = EventStream(events(), lambda error: [b"x" * 2000], lambda: None)
-        scope: dict[str, Any] = {"type": "http", "method": "POST", "state": state}
-        answering = asyncio.create_task(stream(scope, receive, send))
-        if exchange is not None:
-            scope["extensions"] = {EXTENSION: exchange}
-            exchange.task = answering
-        await asyncio.wait_for(answering, 5)
-
-    asyncio.run(scenario())
+    stream = EventStream(events(), lambda error: [b"x" * 2000], lambda: None)
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "state": state}
+    answering = asyncio.create_task(stream(scope, receive, send))
+    if exchange is not None:
+        scope["extensions"] = {EXTENSION: exchange}
+        exchange.task = answering
+    await asyncio.wait_for(answering, 5)
 
 
 @pytest.mark.parametrize("ping_s", [15, 0.01])
-def test_a_client_that_does_not_read_the_end_is_cut_off(ping_s: float) -> None:
+async def test_a_client_that_does_not_read_the_end_is_cut_off(ping_s: float) -> None:
     exchange = Unwritable()
     state: dict[str, Any] = {"stream_limits": StreamLimits(ping_s, write_timeout_s=0.05)}
-    answer(state, exchange)
+    await answer(state, exchange)
     assert exchange.aborted
     assert state["status"] == 499
     assert state["note"] == "cut off: the client read no data for 0.05 s"
 
 
-def test_where_no_connection_can_be_dropped_the_answer_fails() -> None:
+async def test_where_no_connection_can_be_dropped_the_answer_fails() -> None:
     state: dict[str, Any] = {"stream_limits": StreamLimits(write_timeout_s=0.05)}
     with pytest.raises(TimeoutError):
-        answer(state)
+        await answer(state)
     assert state["note"] == "cut off: the client read no data for 0.05 s"

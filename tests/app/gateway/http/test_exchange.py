@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import weakref
-from collections.abc import Callable
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
@@ -16,7 +14,7 @@ from headwater_server.errors import ClientGone
 from headwater_server.gateway.app import create_app
 from headwater_server.gateway.http.exchange import DisconnectWatch, Exchange, exchange_of
 from tests.app.gateway.routes.test_status import served
-from tests.app.serving import connect, run_with, serving, until, until_closed
+from tests.app.serving import connect, serving, until, until_closed
 
 ANSWER = b"HTTP/1.1 200 OK\r\nx-a: b\r\ncontent-length: %d\r\n%b\r\n%b"
 
@@ -94,56 +92,44 @@ def application() -> Application:
     return Application()
 
 
-@pytest.fixture
-def run(application: Application) -> Callable[..., None]:
-    return functools.partial(run_with, application)
-
-
 def post(path: bytes, body: bytes, headers: bytes = b"") -> bytes:
     return b"POST %b HTTP/1.1\r\nHost: x\r\n%bContent-Length: %d\r\n\r\n%b" % (path, headers, len(body), body)
 
 
-def test_answers_one_after_the_other_on_one_connection(run: Callable[..., None]) -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+async def test_answers_one_after_the_other_on_one_connection(application: Application) -> None:
+    async with serving(application) as server:
+        reader, writer = await connect(server.port)
         for body in (b"one", b"", b"three" * 50_000):
             writer.write(post(b"/a", body))
             expected = ANSWER % (2 + len(body), b"", b"/a" + body)
             assert await asyncio.wait_for(reader.readexactly(len(expected)), 10) == expected
         writer.close()
 
-    run(scenario)
 
-
-def test_pipelined_requests_are_answered_in_turn(run: Callable[..., None]) -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+async def test_pipelined_requests_are_answered_in_turn(application: Application) -> None:
+    async with serving(application) as server:
+        reader, writer = await connect(server.port)
         writer.write(b"".join(post(b"/%d" % index, b"x" * index) for index in range(5)))
         for index in range(5):
             expected = ANSWER % (2 + index, b"", b"/%d" % index + b"x" * index)
             assert await asyncio.wait_for(reader.readexactly(len(expected)), 10) == expected
         writer.close()
 
-    run(scenario)
+
+async def test_an_idle_connection_keeps_nothing_of_its_last_request(application: Application) -> None:
+    async with serving(application) as served:
+        reader, writer = await connect(served.port)
+        writer.write(post(b"/a", b"one"))
+        await asyncio.wait_for(reader.readuntil(b"/aone"), 10)
+        (connection,) = served.connections
+        await until(lambda: connection.cycle is None)
+        assert connection.scope is connection.headers is None
+        writer.close()
 
 
-def test_an_idle_connection_keeps_nothing_of_its_last_request(application: Application) -> None:
-    async def scenario() -> None:
-        async with serving(application) as served:
-            reader, writer = await connect(served.port)
-            writer.write(post(b"/a", b"one"))
-            await asyncio.wait_for(reader.readuntil(b"/aone"), 10)
-            (connection,) = served.connections
-            await until(lambda: connection.cycle is None)
-            assert connection.scope is connection.headers is None
-            writer.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_body_that_is_not_here_yet_is_received(application: Application, run: Callable[..., None]) -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+async def test_a_body_that_is_not_here_yet_is_received(application: Application) -> None:
+    async with serving(application) as server:
+        reader, writer = await connect(server.port)
         writer.write(b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 6\r\n\r\nabc")
         await until(lambda: application.events == ["in pieces"])
         writer.write(b"def")
@@ -151,14 +137,10 @@ def test_a_body_that_is_not_here_yet_is_received(application: Application, run: 
         assert await asyncio.wait_for(reader.readexactly(len(expected)), 10) == expected
         writer.close()
 
-    run(scenario)
 
-
-def test_a_body_that_is_gathered_ends_where_the_next_request_begins(
-    application: Application, run: Callable[..., None]
-) -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+async def test_a_body_that_is_gathered_ends_where_the_next_request_begins(application: Application) -> None:
+    async with serving(application) as server:
+        reader, writer = await connect(server.port)
         writer.write(b"POST /gathers HTTP/1.1\r\nHost: x\r\nContent-Length: 6\r\n\r\nabc")
         await until(lambda: application.events == ["in pieces"])
         writer.write(b"def" + post(b"/b", b"ghi"))
@@ -166,73 +148,61 @@ def test_a_body_that_is_gathered_ends_where_the_next_request_begins(
         assert await asyncio.wait_for(reader.readexactly(len(expected)), 10) == expected
         writer.close()
 
-    run(scenario)
-
 
 @pytest.mark.parametrize("end", [b"HTTP/1.0\r\n", b"HTTP/1.1\r\nConnection: close\r\n"])
-def test_the_last_answer_says_so_and_ends_the_connection(run: Callable[..., None], end: bytes) -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+async def test_the_last_answer_says_so_and_ends_the_connection(application: Application, end: bytes) -> None:
+    async with serving(application) as server:
+        reader, writer = await connect(server.port)
         writer.write(b"POST /a " + end + b"Host: x\r\nContent-Length: 1\r\n\r\nz")
         assert await until_closed(reader) == ANSWER % (3, b"connection: close\r\n", b"/az")
         writer.close()
 
-    run(scenario)
 
-
-def test_no_header_passes_for_two(application: Application, run: Callable[..., None]) -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+async def test_no_header_passes_for_two(application: Application) -> None:
+    async with serving(application) as server:
+        reader, writer = await connect(server.port)
         writer.write(post(b"/forged", b""))
         answer = await until_closed(reader)
         assert answer.startswith(b"HTTP/1.1 500 ")
         assert b"x-c" not in answer
         writer.close()
-
-    run(scenario)
     assert application.events == []
 
 
-def test_a_client_that_leaves_ends_the_work_at_once(application: Application, run: Callable[..., None]) -> None:
-    async def scenario(port: int) -> None:
-        _, writer = await connect(port)
+async def test_a_client_that_leaves_ends_the_work_at_once(application: Application) -> None:
+    async with serving(application) as server:
+        _, writer = await connect(server.port)
         writer.write(post(b"/waits", b"x"))
         await until(lambda: application.events == ["waits"])
         writer.transport.abort()
         await until(lambda: application.events == ["waits", "gone"])
         assert application.kept[0].task is None
 
-    run(scenario)
 
-
-def test_one_that_leaves_after_a_large_body_does_too(application: Application, run: Callable[..., None]) -> None:
-    async def scenario(port: int) -> None:
-        _, writer = await connect(port)
+async def test_one_that_leaves_after_a_large_body_does_too(application: Application) -> None:
+    async with serving(application) as server:
+        _, writer = await connect(server.port)
         writer.write(post(b"/reads-and-waits", bytes(100_000)))
         await until(lambda: "waits" in application.events)
         writer.transport.abort()
         await until(lambda: application.events[-1] == "gone")
 
-    run(scenario)
 
-
-def test_pieces_are_chunks_of_the_answer_that_send_began(application: Application, run: Callable[..., None]) -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+async def test_pieces_are_chunks_of_the_answer_that_send_began(application: Application) -> None:
+    async with serving(application) as server:
+        reader, writer = await connect(server.port)
         for _ in range(2):
             writer.write(post(b"/pieces", b""))
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
             assert b"transfer-encoding: chunked" in head
             assert await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 10) == b"1\r\n0\r\n1\r\n1\r\n0\r\n\r\n"
         writer.close()
-
-    run(scenario)
     assert application.events == ["streamed", "streamed"]
 
 
-def test_pieces_wait_for_a_client_that_does_not_read(application: Application, run: Callable[..., None]) -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+async def test_pieces_wait_for_a_client_that_does_not_read(application: Application) -> None:
+    async with serving(application) as server:
+        reader, writer = await connect(server.port)
         writer.write(post(b"/unread-pieces", b"", b"Connection: close\r\n"))
         await until(lambda: "unread" in application.events)
         assert "streamed" not in application.events
@@ -240,21 +210,17 @@ def test_pieces_wait_for_a_client_that_does_not_read(application: Application, r
         assert body.count(b"\0") == 5 * LARGE
         assert body.endswith(b"\r\n0\r\n\r\n")
         writer.close()
-
-    run(scenario)
     assert application.events[-1] == "streamed"
 
 
-def test_a_client_that_reads_late_is_waited_for(application: Application, run: Callable[..., None]) -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+async def test_a_client_that_reads_late_is_waited_for(application: Application) -> None:
+    async with serving(application, timeout_s=20) as server:
+        reader, writer = await connect(server.port)
         writer.write(post(b"/large", b"") * 2)
         await until(lambda: "unread" in application.events)
         expected = 2 * len(ANSWER % (LARGE + 6, b"", bytes(LARGE + 6)))
         assert len(await asyncio.wait_for(reader.readexactly(expected), 20)) == expected
         writer.close()
-
-    run(scenario, timeout_s=20)
 
 
 TENSOR = b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1,1],"data":[1]}]}'
@@ -295,13 +261,11 @@ def test_what_has_failed_holds_nothing(model: str, body: bytes, status: int) -> 
         gc.enable()
 
 
-def test_what_is_answered_holds_nothing(application: Application, run: Callable[..., None]) -> None:
-    async def scenario(port: int) -> None:
-        reader, writer = await connect(port)
+async def test_what_is_answered_holds_nothing(application: Application) -> None:
+    async with serving(application) as server:
+        reader, writer = await connect(server.port)
         writer.write(post(b"/a", b"x"))
         await asyncio.wait_for(reader.readuntil(b"/ax"), 10)
         (exchange,) = application.kept
         assert (exchange.task, exchange.on_gone) == (None, None)
         writer.close()
-
-    run(scenario)

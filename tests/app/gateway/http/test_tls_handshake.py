@@ -57,49 +57,40 @@ async def ask(port: int, request: bytes = GET) -> bytes:
     return found
 
 
-def test_requests_are_answered(context: ssl.SSLContext) -> None:
-    async def main() -> None:
-        async with serving(answer, tls=context, timeout_s=30) as server:
+async def test_requests_are_answered(context: ssl.SSLContext) -> None:
+    async with serving(answer, tls=context, timeout_s=30) as server:
+        assert (await ask(server.port)).endswith(b"https 0")
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 3000000\r\n\r\n"
+        assert (await ask(server.port, head + bytes(3_000_000))).endswith(b"https 3000000")
+
+
+async def test_connections_that_never_shake_hands_keep_nobody_out(context: ssl.SSLContext) -> None:
+    async with serving(answer, limit=LIMIT, tls=context, timeout_s=60) as server:
+        silent = [await connect(server.port) for _ in range(4 * LIMIT)]
+        for _ in range(3):
             assert (await ask(server.port)).endswith(b"https 0")
-            head = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 3000000\r\n\r\n"
-            assert (await ask(server.port, head + bytes(3_000_000))).endswith(b"https 3000000")
-
-    asyncio.run(main())
-
-
-def test_connections_that_never_shake_hands_keep_nobody_out(context: ssl.SSLContext) -> None:
-    async def main() -> None:
-        async with serving(answer, limit=LIMIT, tls=context, timeout_s=60) as server:
-            silent = [await connect(server.port) for _ in range(4 * LIMIT)]
-            for _ in range(3):
-                assert (await ask(server.port)).endswith(b"https 0")
-            ended = [await until_closed(reader) for reader, _ in silent[: 3 * LIMIT]]
-            assert set(ended) == {b""}
-            for _, writer in silent:
-                writer.close()
-
-    asyncio.run(main())
+        ended = [await until_closed(reader) for reader, _ in silent[: 3 * LIMIT]]
+        assert set(ended) == {b""}
+        for _, writer in silent:
+            writer.close()
 
 
 @pytest.mark.slow
-def test_a_handshake_has_its_time_and_the_log_says_so(
+async def test_a_handshake_has_its_time_and_the_log_says_so(
     context: ssl.SSLContext, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        async with serving(answer, tls=context, timeout_s=0.2) as server:
-            silent = [await connect(server.port) for _ in range(5)]
-            silent[0][1].write(b"\x16\x03\x01")
-            silent[1][1].write(b"GET / HTTP/1.1\r\n\r\n")
-            for reader, writer in silent:
-                await until_closed(reader)
-                writer.close()
-            await until(lambda: "handshakes did not succeed" in caplog.text)
-
-    asyncio.run(main())
+    async with serving(answer, tls=context, timeout_s=0.2) as server:
+        silent = [await connect(server.port) for _ in range(5)]
+        silent[0][1].write(b"\x16\x03\x01")
+        silent[1][1].write(b"GET / HTTP/1.1\r\n\r\n")
+        for reader, writer in silent:
+            await until_closed(reader)
+            writer.close()
+        await until(lambda: "handshakes did not succeed" in caplog.text)
     assert "TLS: 5 handshakes did not succeed" in caplog.text
 
 
-def test_where_all_are_busy_health_is_answered(context: ssl.SSLContext) -> None:
+async def test_where_all_are_busy_health_is_answered(context: ssl.SSLContext) -> None:
     begun, gate = asyncio.Event(), asyncio.Event()
 
     async def held(scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,16 +99,13 @@ def test_where_all_are_busy_health_is_answered(context: ssl.SSLContext) -> None:
             await gate.wait()
         await answer(scope, receive, send)
 
-    async def main() -> None:
-        async with serving(held, limit=1, tls=context, timeout_s=60) as server:
-            busy = asyncio.create_task(ask(server.port, GET.replace(b"/v2", b"/held")))
-            await asyncio.wait_for(begun.wait(), 30)
-            silent = [await connect(server.port) for _ in range(SPARE_PLACES)]
-            assert b" 503 " in await ask(server.port)
-            assert b" 200 " in await ask(server.port, GET.replace(b"/v2", b"/v2/health/live"))
-            gate.set()
-            assert b" 200 " in await busy
-            for _, writer in silent:
-                writer.close()
-
-    asyncio.run(main())
+    async with serving(held, limit=1, tls=context, timeout_s=60) as server:
+        busy = asyncio.create_task(ask(server.port, GET.replace(b"/v2", b"/held")))
+        await asyncio.wait_for(begun.wait(), 30)
+        silent = [await connect(server.port) for _ in range(SPARE_PLACES)]
+        assert b" 503 " in await ask(server.port)
+        assert b" 200 " in await ask(server.port, GET.replace(b"/v2", b"/v2/health/live"))
+        gate.set()
+        assert b" 200 " in await busy
+        for _, writer in silent:
+            writer.close()

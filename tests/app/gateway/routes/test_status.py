@@ -172,21 +172,18 @@ def test_without_metrics_a_worker_tells_its_own_counts_and_says_so(here: Recorde
     assert (status["scope"], of(status, "m")["accepted"], of(status, "m")["in_flight"]) == ("worker", 1, 1)
 
 
-def test_the_pages_questions_fill_no_access_log(here: Recorder) -> None:
+async def test_the_pages_questions_fill_no_access_log(here: Recorder) -> None:
     lines = io.StringIO()
 
-    async def get() -> None:
-        models = served()
-        log = AccessLog(lines, "json")
-        records = RequestRecords(log, StreamLimits(15, 30))
-        app = create_app(models, Server(), status_routes(models, None, Sampler(models)), records=records)
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
-            for path in ("/v2/status", "/v2/nothing", "/v2"):
-                await client.get(path)
-        log.flush()
-
-    asyncio.run(get())
+    models = served()
+    log = AccessLog(lines, "json")
+    records = RequestRecords(log, StreamLimits(15, 30))
+    app = create_app(models, Server(), status_routes(models, None, Sampler(models)), records=records)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+        for path in ("/v2/status", "/v2/nothing", "/v2"):
+            await client.get(path)
+    log.flush()
     assert [json.loads(line)["path"] for line in lines.getvalue().splitlines()] == ["/v2/nothing", "/v2"]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -44,33 +45,30 @@ async def answer_metrics(reader: asyncio.StreamReader, writer: asyncio.StreamWri
     writer.close()
 
 
-def run(scenario: Callable[[httpx.AsyncClient, Models], Awaitable[None]], signature: Signature = SIGNATURE) -> None:
-    """Ask a gateway with one vLLM."""
-
-    async def serve(folder: Path) -> None:
+@contextlib.asynccontextmanager
+async def gateway_with_vllm(signature: Signature = SIGNATURE) -> AsyncIterator[tuple[httpx.AsyncClient, Models]]:
+    """A client of a gateway with one vLLM."""
+    with tempfile.TemporaryDirectory() as name:  # pytest's own is too long for a socket's path
+        folder = Path(name)
         async with await asyncio.start_unix_server(answer_metrics, folder / "h"):
             models = Models()
             replica = ReplicaRoute("chat-1", f"unix:{folder / 'h'}", "", facts={"device": "cpu"})
-            route = DeploymentRoute(
-                "chat", State.READY, "", signature, (replica,), kind=VllmKind()
-            )  # fmt: skip
-            models.update(RoutingTable((route,)))
+            models.update(
+                RoutingTable((DeploymentRoute("chat", State.READY, "", signature, (replica,), kind=VllmKind()),))
+            )
             sampler = Sampler(models)
             Ledger(folder / "metrics")
             routers = metrics_routes(models, folder / "metrics", sampler), status_routes(models, None, sampler)
             app = create_app(models, Server(access_log=False), *routers)
             try:
                 async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
-                    await scenario(client, models)
+                    yield client, models
             finally:
                 models.update(RoutingTable(()))
 
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own is too long for a socket's path
-        asyncio.run(asyncio.wait_for(serve(Path(folder)), 30))
 
-
-def test_metadata_and_statistics_are_those_of_a_language_model() -> None:
-    async def scenario(client: httpx.AsyncClient, models: Models) -> None:
+async def test_metadata_and_statistics_are_those_of_a_language_model() -> None:
+    async with gateway_with_vllm() as (client, _models):
         metadata = (await client.get("/v2/models/chat")).json()
         assert [one["name"] for one in metadata["inputs"] + metadata["outputs"]] == ["text_input", "text_output"]
         (told,) = (await client.get("/v2/models/chat/stats")).json()["model_stats"]
@@ -80,11 +78,9 @@ def test_metadata_and_statistics_are_those_of_a_language_model() -> None:
             "/v1/chat/completions", "/v2/models/chat/generate", "/v2/models/chat/generate_stream",
         }  # fmt: skip
 
-    run(scenario)
 
-
-def test_the_status_page_gets_how_full_the_cache_is() -> None:
-    async def scenario(client: httpx.AsyncClient, models: Models) -> None:
+async def test_the_status_page_gets_how_full_the_cache_is() -> None:
+    async with gateway_with_vllm() as (client, _models):
         while True:  # until the worker has asked vLLM
             (chat,) = (await client.get("/v2/status")).json()["deployments"]
             found = chat["language_model"]
@@ -95,17 +91,13 @@ def test_the_status_page_gets_how_full_the_cache_is() -> None:
         assert (found["active_sequences"], found["waiting_sequences"]) == (3, 2)
         assert (found["cache_used_tokens"], found["cache_limit_tokens"]) == (250, 1000)
 
-    run(scenario)
 
-
-def test_a_scrape_passes_its_own_series_through() -> None:
-    async def scenario(client: httpx.AsyncClient, models: Models) -> None:
+async def test_a_scrape_passes_its_own_series_through() -> None:
+    async with gateway_with_vllm() as (client, _models):
         text = (await client.get("/metrics")).text
         labels = 'deployment="chat",engine="0",model_name="chat",replica="chat-1"'
         assert f"vllm:num_preemptions_total{{{labels}}} 4.0" in text
         assert 'headwater_scrape_errors_total{deployment="chat"}' not in text
-
-    run(scenario)
 
 
 def test_it_is_announced_with_what_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,8 +107,9 @@ def test_it_is_announced_with_what_to_paste(capsys: pytest.CaptureFixture[str]) 
     assert "http://here/v1/chat/completions" in said
 
 
-def test_one_that_pools_is_described_as_an_embedding_model(capsys: pytest.CaptureFixture[str]) -> None:
-    async def scenario(client: httpx.AsyncClient, models: Models) -> None:
+async def test_one_that_pools_is_described_as_an_embedding_model(capsys: pytest.CaptureFixture[str]) -> None:
+    async with gateway_with_vllm(POOLING) as (client, _models):
+
         async def got(path: str) -> Any:
             return (await client.get(path)).json()
 
@@ -130,8 +123,6 @@ def test_one_that_pools_is_described_as_an_embedding_model(capsys: pytest.Captur
         assert content["schema"]["properties"]["model"]["enum"] == ["chat"]
         (status,) = (await got("/v2/status"))["deployments"]
         assert status["kind"] == "embedding model"
-
-    run(scenario, POOLING)
     print_what_is_served("http://here", [("chat", POOLING, "")])
     said = capsys.readouterr().out
     assert "chat: embedding model, 256 tokens, 8 sequences at once, computed by vLLM 0.32.0" in said

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from tests.app.vllm.stand_in import (
     embeddings,
     error,
     route_of,
-    run,
     says,
     stand_ins,
 )
@@ -62,7 +61,7 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def gateway(keys: KeyRing | None = None, names: str = "a", **fields: Any) -> AsyncIterator[Gateway]:
+async def vllm_gateway(keys: KeyRing | None = None, names: str = "a", **fields: Any) -> AsyncIterator[Gateway]:
     count_from_zero()
     async with stand_ins(*names) as replicas:
         models = Models()
@@ -76,14 +75,6 @@ async def gateway(keys: KeyRing | None = None, names: str = "a", **fields: Any) 
                 yield Gateway(client, server.port, replicas, models)
             await until(lambda: models.is_idle)
         models.close()
-
-
-def check(scenario: Callable[[Gateway], Awaitable[None]], **options: Any) -> None:
-    async def main() -> None:
-        async with gateway(**options) as running:
-            await scenario(running)
-
-    run(main)
 
 
 async def hangs(exchange: Exchange) -> None:
@@ -109,8 +100,8 @@ def whole(body: Any, status: int = 200) -> Any:
     return script
 
 
-def test_whole_answers_of_each_route() -> None:
-    async def scenario(gateway: Gateway) -> None:
+async def test_whole_answers_of_each_route() -> None:
+    async with vllm_gateway() as gateway:
         gateway.replica.script = whole(completion("a"))
         assert (await gateway.post()).json()["choices"][0]["text"] == "a"
         answer = await gateway.post("/v2/models/m/generate", text_input="x")
@@ -125,11 +116,9 @@ def test_whole_answers_of_each_route() -> None:
         assert gateway.replica.exchanges[-1].path == "/v1/chat/completions"
         assert counts_of("m").total("headwater_generated_tokens") == 5
 
-    check(scenario)
 
-
-def test_streams_of_each_route() -> None:
-    async def scenario(gateway: Gateway) -> None:
+async def test_streams_of_each_route() -> None:
+    async with vllm_gateway() as gateway:
         *texts, done = await gateway.events()
         assert [json.loads(one[6:])["choices"][0]["text"] for one in texts] == ["a", "b"]
         assert done == "data: [DONE]"
@@ -143,8 +132,6 @@ def test_streams_of_each_route() -> None:
             "event: response.created", "event: response.completed",
         ]  # fmt: skip
 
-    check(scenario)
-
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(
@@ -156,19 +143,17 @@ def test_streams_of_each_route() -> None:
         (500, error("broken", 500), 500, None),
     ],
 )
-def test_what_vllm_refuses(status: int, body: Any, expected: int, param: str | None, streams: bool) -> None:
-    async def scenario(gateway: Gateway) -> None:
+async def test_what_vllm_refuses(status: int, body: Any, expected: int, param: str | None, streams: bool) -> None:
+    async with vllm_gateway() as gateway:
         gateway.replica.script = whole(body, status)
         answer = await gateway.post(stream=streams)
         assert answer.status_code == expected
         assert answer.json()["error"]["param"] == param
         assert ("retry-after" in answer.headers) == (expected == 429)
 
-    check(scenario)
 
-
-def test_a_field_of_ours_is_checked_before_vllm_is_asked() -> None:
-    async def scenario(gateway: Gateway) -> None:
+async def test_a_field_of_ours_is_checked_before_vllm_is_asked() -> None:
+    async with vllm_gateway() as gateway:
         answer = await gateway.post(temprature=1)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "temprature"
@@ -177,11 +162,9 @@ def test_a_field_of_ours_is_checked_before_vllm_is_asked() -> None:
         assert answer.status_code == 400
         assert gateway.replica.exchanges == []
 
-    check(scenario)
 
-
-def test_a_stream_that_fails_at_once_has_its_status_and_later_an_event() -> None:
-    async def scenario(gateway: Gateway) -> None:
+async def test_a_stream_that_fails_at_once_has_its_status_and_later_an_event() -> None:
+    async with vllm_gateway() as gateway:
         gateway.replica.script = says(error("full", 503))
         assert (await gateway.post(stream=True)).status_code == 429
 
@@ -195,21 +178,17 @@ def test_a_stream_that_fails_at_once_has_its_status_and_later_an_event() -> None
         assert json.loads(failed[6:])["error"]["code"] == "unavailable"
         assert done == "data: [DONE]"
 
-    check(scenario)
 
-
-def test_deadlines_have_their_status() -> None:
-    async def scenario(gateway: Gateway) -> None:
+async def test_deadlines_have_their_status() -> None:
+    async with vllm_gateway(timeout_s=0.5) as gateway:
         gateway.replica.script = hangs
         assert (await gateway.post(timeout_s=0.1)).status_code == 504
         *_, failed, _ = await gateway.events()
         assert json.loads(failed[6:])["error"]["code"] == "timeout"
 
-    check(scenario, timeout_s=0.5)
 
-
-def test_a_request_is_cancelled_by_its_id() -> None:
-    async def scenario(gateway: Gateway) -> None:
+async def test_a_request_is_cancelled_by_its_id() -> None:
+    async with vllm_gateway() as gateway:
         gateway.replica.script = hangs
         asked = asyncio.create_task(
             gateway.client.post("/v1/completions", json={"model": "m", "prompt": "x"}, headers={"X-Request-Id": "mine"})
@@ -221,8 +200,6 @@ def test_a_request_is_cancelled_by_its_id() -> None:
         await gateway.replica.exchanges[0].left()
         assert (await gateway.client.post("/v2/requests/mine/cancel")).status_code == 404
 
-    check(scenario)
-
 
 def head(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
     content = json.dumps(body).encode()
@@ -231,8 +208,8 @@ def head(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_client_that_goes_away_ends_its_request(streams: bool) -> None:
-    async def scenario(gateway: Gateway) -> None:
+async def test_a_client_that_goes_away_ends_its_request(streams: bool) -> None:
+    async with vllm_gateway() as gateway:
         gateway.replica.script = hangs
         reader, writer = await connect(gateway.port)
         writer.write(head({"model": "m", "prompt": "x", "stream": streams}))
@@ -242,11 +219,9 @@ def test_a_client_that_goes_away_ends_its_request(streams: bool) -> None:
         writer.transport.abort()
         await gateway.replica.exchanges[0].left()
 
-    check(scenario)
 
-
-def test_a_client_that_reads_nothing_stops_vllm_and_is_cut_off_and_costs_its_neighbour_nothing() -> None:
-    async def scenario(gateway: Gateway) -> None:
+async def test_a_client_that_reads_nothing_stops_vllm_and_is_cut_off_and_costs_its_neighbour_nothing() -> None:
+    async with vllm_gateway() as gateway:
         gateway.replica.script = endless
         reader, writer = await connect(gateway.port)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -260,14 +235,12 @@ def test_a_client_that_reads_nothing_stops_vllm_and_is_cut_off_and_costs_its_nei
         assert b"[DONE]" not in await until_closed(reader)
         writer.close()
 
-    check(scenario)
 
-
-def test_tokens_count_for_the_keys_limit(tmp_path: Path) -> None:
+async def test_tokens_count_for_the_keys_limit(tmp_path: Path) -> None:
     digest = hashlib.sha256(SECRET.encode()).hexdigest()
     key = Key("thrifty", digest, ("infer",), tokens_per_minute=4)
 
-    async def scenario(gateway: Gateway) -> None:
+    async with vllm_gateway(keys=KeyRing(lambda: [key], LimitFiles(tmp_path, 0, 1))) as gateway:
         gateway.client.headers["authorization"] = f"Bearer {SECRET}"
         assert len(await gateway.events()) == 3
         answer = await gateway.post()
@@ -275,8 +248,6 @@ def test_tokens_count_for_the_keys_limit(tmp_path: Path) -> None:
         assert "tokens_per_minute" in answer.text
         (exchange,) = gateway.replica.exchanges
         assert len(exchange.body["cache_salt"]) == 64
-
-    check(scenario, keys=KeyRing(lambda: [key], LimitFiles(tmp_path, 0, 1)))
 
 
 # Embeddings
@@ -286,13 +257,12 @@ async def embeds(exchange: Exchange) -> None:
     exchange.whole(embeddings(exchange))
 
 
-def check_embeddings(scenario: Callable[[Gateway], Awaitable[None]], **options: Any) -> None:
-    async def main(gateway: Gateway) -> None:
+@contextlib.asynccontextmanager
+async def embedding_gateway(**options: Any) -> AsyncIterator[Gateway]:
+    async with vllm_gateway(signature=POOLING, **options) as gateway:
         for one in gateway.replicas.values():
             one.script = embeds
-        await scenario(gateway)
-
-    check(main, signature=POOLING, **options)
+        yield gateway
 
 
 async def embed(gateway: Gateway, inputs: Any, **more: Any) -> httpx.Response:
@@ -303,8 +273,8 @@ async def embed(gateway: Gateway, inputs: Any, **more: Any) -> httpx.Response:
     ("inputs", "lengths"),
     [("abc", [3]), (["a", "bcd", ""], [1, 3, 0]), ([4, 5], [9]), ([[4, 5], [6]], [9, 6])],
 )
-def test_embeddings_of_each_form_of_input(inputs: Any, lengths: list[int]) -> None:
-    async def scenario(gateway: Gateway) -> None:
+async def test_embeddings_of_each_form_of_input(inputs: Any, lengths: list[int]) -> None:
+    async with embedding_gateway() as gateway:
         answer = (await embed(gateway, inputs, user="me", encoding_format="float")).json()
         assert answer == {
             "object": "list",
@@ -320,19 +290,15 @@ def test_embeddings_of_each_form_of_input(inputs: Any, lengths: list[int]) -> No
         assert counts.total("headwater_prompt_tokens") == counts.total("headwater_sequences") == len(lengths)
         assert counts.total("headwater_generated_tokens") == 0
 
-    check_embeddings(scenario)
 
-
-def test_more_inputs_than_the_queue_holds_go_in_parts() -> None:
-    async def scenario(gateway: Gateway) -> None:
+async def test_more_inputs_than_the_queue_holds_go_in_parts() -> None:
+    async with embedding_gateway() as gateway:
         answer = (await embed(gateway, ["x" * n for n in range(23)])).json()
         assert [(one["index"], one["embedding"][0]) for one in answer["data"]] == [(n, n) for n in range(23)]
         assert answer["usage"]["prompt_tokens"] == 23
         assert [len(one.body["input"]) for one in gateway.replica.exchanges] == [5, 5, 5, 5, 3]
         await embed(gateway, ["x"] * 10)
         assert len(gateway.replica.exchanges[-1].body["input"]) == 10
-
-    check_embeddings(scenario)
 
 
 @pytest.mark.parametrize(
@@ -349,14 +315,12 @@ def test_more_inputs_than_the_queue_holds_go_in_parts() -> None:
         ({"input": [-1]}, "input[0]"),
     ],
 )
-def test_fields_of_embeddings_are_checked_before_vllm_is_asked(fields: dict[str, Any], param: str) -> None:
-    async def scenario(gateway: Gateway) -> None:
+async def test_fields_of_embeddings_are_checked_before_vllm_is_asked(fields: dict[str, Any], param: str) -> None:
+    async with embedding_gateway() as gateway:
         answer = await gateway.client.post("/v1/embeddings", json={"model": "m", **fields})
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == param
         assert gateway.replica.exchanges == []
-
-    check_embeddings(scenario)
 
 
 @pytest.mark.parametrize(
@@ -368,15 +332,13 @@ def test_fields_of_embeddings_are_checked_before_vllm_is_asked(fields: dict[str,
         (500, "broken", 500, None),
     ],
 )
-def test_what_vllm_refuses_to_embed(status: int, message: str, expected: int, param: str | None) -> None:
-    async def scenario(gateway: Gateway) -> None:
+async def test_what_vllm_refuses_to_embed(status: int, message: str, expected: int, param: str | None) -> None:
+    async with embedding_gateway() as gateway:
         gateway.replica.script = whole(error(message, status, "input_tokens"), status)
         answer = await embed(gateway, "x", dimensions=8)
         assert answer.status_code == expected
         assert answer.json()["error"]["param"] == param
         assert ("retry-after" in answer.headers) == (expected == 429)
-
-    check_embeddings(scenario)
 
 
 async def never(exchange: Exchange) -> None:
@@ -384,8 +346,9 @@ async def never(exchange: Exchange) -> None:
 
 
 @pytest.mark.slow
-def test_embeddings_have_the_deployments_deadline() -> None:
-    async def scenario(gateway: Gateway) -> None:
+async def test_embeddings_have_the_deployments_deadline() -> None:
+    async with embedding_gateway(timeout_s=1) as gateway:
+
         async def only_the_first(exchange: Exchange) -> None:
             await (never if gateway.replica.exchanges[1:] else embeds)(exchange)
 
@@ -396,11 +359,9 @@ def test_embeddings_have_the_deployments_deadline() -> None:
         assert len(gateway.replica.exchanges) == 2
         await gateway.replica.exchanges[1].left()
 
-    check_embeddings(scenario, timeout_s=1)
 
-
-def test_embeddings_are_cancelled_by_their_id_and_when_the_client_leaves() -> None:
-    async def scenario(gateway: Gateway) -> None:
+async def test_embeddings_are_cancelled_by_their_id_and_when_the_client_leaves() -> None:
+    async with embedding_gateway() as gateway:
         gateway.replica.script = never
         body = {"model": "m", "input": "x"}
         asked = asyncio.create_task(gateway.client.post("/v1/embeddings", json=body, headers={"X-Request-Id": "mine"}))
@@ -413,11 +374,10 @@ def test_embeddings_are_cancelled_by_their_id_and_when_the_client_leaves() -> No
         writer.transport.abort()
         await gateway.replica.exchanges[1].left()
 
-    check_embeddings(scenario)
 
+async def test_embeddings_of_a_lost_replica_are_asked_of_another() -> None:
+    async with embedding_gateway(names="ab") as gateway:
 
-def test_embeddings_of_a_lost_replica_are_asked_of_another() -> None:
-    async def scenario(gateway: Gateway) -> None:
         async def loses(exchange: Exchange) -> None:
             exchange.lose()
 
@@ -428,22 +388,18 @@ def test_embeddings_of_a_lost_replica_are_asked_of_another() -> None:
         assert len(gateway.replicas["b"].exchanges) == 2
         assert counts_of("m").total("headwater_prompt_tokens") == 2
 
-    check_embeddings(scenario, names="ab")
 
-
-def test_embeddings_count_for_the_keys_limit(tmp_path: Path) -> None:
+async def test_embeddings_count_for_the_keys_limit(tmp_path: Path) -> None:
     digest = hashlib.sha256(SECRET.encode()).hexdigest()
     key = Key("thrifty", digest, ("infer",), tokens_per_minute=4)
 
-    async def scenario(gateway: Gateway) -> None:
+    async with embedding_gateway(keys=KeyRing(lambda: [key], LimitFiles(tmp_path, 0, 1))) as gateway:
         gateway.client.headers["authorization"] = f"Bearer {SECRET}"
         assert (await embed(gateway, ["x"] * 5)).status_code == 200
         answer = await embed(gateway, "x")
         assert answer.status_code == 429
         assert "tokens_per_minute" in answer.text
         assert len(gateway.replica.exchanges) == 1
-
-    check_embeddings(scenario, keys=KeyRing(lambda: [key], LimitFiles(tmp_path, 0, 1)))
 
 
 @pytest.mark.parametrize(
@@ -457,21 +413,20 @@ def test_embeddings_count_for_the_keys_limit(tmp_path: Path) -> None:
         "/v2/models/m/infer",
     ],
 )
-def test_an_embedding_model_generates_nothing_and_says_where_to_ask(path: str) -> None:
-    async def scenario(gateway: Gateway) -> None:
+async def test_an_embedding_model_generates_nothing_and_says_where_to_ask(path: str) -> None:
+    async with embedding_gateway() as gateway:
         answer = await gateway.client.post(path, json={"model": "m", "prompt": "x"})
         assert answer.status_code == 400
         assert "model: `m` serves only embeddings: POST to /v1/embeddings" in answer.text
         assert gateway.replica.exchanges == []
 
-    check_embeddings(scenario)
-
 
 # What is said of the model
 
 
-def test_the_model_is_described() -> None:
-    async def scenario(gateway: Gateway) -> None:
+async def test_the_model_is_described() -> None:
+    async with vllm_gateway() as gateway:
+
         async def got(path: str) -> Any:
             return (await gateway.client.get(path)).json()
 
@@ -488,11 +443,9 @@ def test_the_model_is_described() -> None:
         assert (told["prompt_tokens"], told["generated_tokens"], told["requests"]) == (3, 2, 1)
         assert stats["inference_count"] == 1
 
-    check(scenario)
 
-
-def test_the_openapi_schema_has_its_routes_and_fields() -> None:
-    async def scenario(gateway: Gateway) -> None:
+async def test_the_openapi_schema_has_its_routes_and_fields() -> None:
+    async with vllm_gateway() as gateway:
         paths = (await gateway.client.get("/openapi.json")).json()["paths"]
         assert {"/v2/models/m/generate", "/v2/models/m/generate_stream", "/v1/chat/completions"} <= set(paths)
         assert not {"/v2/models/m/infer", "/tokenize"} & set(paths)
@@ -503,12 +456,10 @@ def test_the_openapi_schema_has_its_routes_and_fields() -> None:
         assert schema["required"] == ["model", "prompt"]
         assert content["example"]["model"] == "m"
 
-    check(scenario)
-
 
 @pytest.mark.parametrize("path", ["/v2/models/m/infer", "/tokenize", "/v1/embeddings"])
-def test_what_the_model_does_not_do_is_refused(path: str) -> None:
-    async def scenario(gateway: Gateway) -> None:
+async def test_what_the_model_does_not_do_is_refused(path: str) -> None:
+    async with vllm_gateway() as gateway:
         asked: dict[str, Any] = {"model": "m", "prompt": "x"}
         if path.endswith("infer"):
             asked = {"inputs": [{"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["x"]}]}
@@ -518,5 +469,3 @@ def test_what_the_model_does_not_do_is_refused(path: str) -> None:
         assert answer.status_code == 400, answer.text
         assert ("`options.runner: pooling`" in answer.text) == path.endswith("embeddings")
         assert gateway.replica.exchanges == []
-
-    check(scenario)
