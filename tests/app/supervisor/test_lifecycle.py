@@ -114,6 +114,10 @@ class Replica:
         return ReplicaRoute(self.id, f"unix:{self.socket}", "")
 
 
+TASKS: set[asyncio.Task[None]] = set()
+"""Tasks that run. Tests drop supervisors, and asyncio reports tasks that are collected while they are pending."""
+
+
 class Supervisor(ChildProcesses):
     """Stands for the supervisor: it has the sets, and does as told by the test."""
 
@@ -150,6 +154,8 @@ class Supervisor(ChildProcesses):
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
+        TASKS.add(task)
+        task.add_done_callback(TASKS.discard)
         task.add_done_callback(lambda done: done.cancelled() or done.result())
         return task
 
