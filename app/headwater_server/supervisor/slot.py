@@ -323,7 +323,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class EndedServing:
-    """A replica that served has ended; another follows after a pause. Whoever gets the event sets `Slot.is_missed`."""
+    """A replica that served has ended; another follows after a pause. The caller of `run` sets `Slot.is_missed`."""
 
 
 @dataclass(frozen=True)
@@ -398,8 +398,8 @@ class Slot:
         return self.is_kept and not self._children.is_stopping
 
     async def run(self) -> AsyncGenerator[SlotEvent, None]:
-        """Keep a replica running, and yield what happens. Whoever gets an event may release the slot, and sets
-        `is_slow` after a `Failure`, before it asks for the next event."""
+        """Keep a replica running, and yield what happens. Before the caller asks for the next event, it may release the
+        slot, and sets `is_slow` after a `Failure`."""
         backoff, slow = Backoff(), Backoff(SLOW_FIRST_S, SLOW_LONGEST_S)
         while True:
             has_served = False
