@@ -25,7 +25,7 @@ MAY_IMPORT = {
         "gateway": "config control codecs security telemetry dispatch lm vllm",
         "cluster": "config control process security supervisor telemetry transport",
         "supervisor": "config control process security telemetry",
-        "cli": "supervisor cluster codecs config process security telemetry",
+        "cli": "supervisor cluster codecs config process security telemetry transport",
     },
     "headwater": {
         "wire": "",
@@ -98,3 +98,8 @@ def test_no_module_imports_itself_through_others() -> None:
 
 def test_few_modules_are_at_the_top_of_the_server() -> None:
     assert len([name for name in MODULES if place(name) == ("headwater_server", "")]) <= 5
+
+
+def test_one_module_parses_the_answers_of_http() -> None:
+    parsers = [name for name, path in MODULES.items() if "HttpResponseParser" in path.read_text()]
+    assert parsers == ["headwater_server.transport.http_connection"]

@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from typing import cast
 
-import httptools
 import msgspec
 
 from headwater.wire.triton_words import SHARED_MEMORY_FULL, is_ending, is_process_lost, is_shared_memory_full
@@ -24,6 +22,7 @@ from headwater_server.errors import (
     SharedMemoryFull,
 )
 from headwater_server.transport.address import TOKEN_HEADER, UNSENT_HEADER, ClientTls, dial
+from headwater_server.transport.http_connection import HttpConnection
 from headwater_server.transport.segments import KEPT_FOR_S, RemoteSegment
 
 __all__ = ["TritonClient", "refusal"]
@@ -94,7 +93,7 @@ class TritonClient:
             # A connection whose exchange was cancelled can't be reused.
             connection.close()
             raise
-        if connection.reusable and not self._closed:
+        if connection.is_kept and not self._closed:
             self._idle.append(connection)
         else:
             connection.close()
@@ -141,7 +140,7 @@ class TritonClient:
     async def _connection(self) -> _TritonConnection:
         while self._idle:
             connection = self._idle.pop()
-            if not connection.lost:
+            if not connection.is_lost:
                 return connection
         if not self._closed:
             connection = await dial(self._address, lambda: _TritonConnection(self._all), self._tls)
@@ -151,15 +150,17 @@ class TritonClient:
         raise ReplicaUnreachable("the replica ended")
 
 
-class _TritonConnection(asyncio.Protocol):
-    """An HTTP/1.1 connection with at most one call on it."""
+class _TritonConnection(HttpConnection):
+    """A connection to a replica's Triton, or to the port in front of it.
+
+    Args:
+        registry: all open connections of the client.
+    """
 
     def __init__(self, registry: set[_TritonConnection]) -> None:
+        super().__init__()
         self._registry = registry
-        self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[tuple[int, int, bytes]] | None = None
-        self._parser: httptools.HttpResponseParser | None = None
-        self._body: list[bytes] = []
         self._json_length = 0
         self.shared_length = 0
         """Bytes at the end of the last answer that the replica left in the segment."""
@@ -167,8 +168,6 @@ class _TritonConnection(asyncio.Protocol):
         """Whether the replica's port could not pass the request on."""
         self.placed = 0
         """Number of segments placed over this connection."""
-        self.lost = False
-        self.reusable = True
 
     async def exchange(self, pieces: Sequence[bytes | memoryview]) -> tuple[int, int, bytes]:
         """Send a request. Returns the answer's status, the length of its JSON part (0: the whole body) and its body.
@@ -177,39 +176,21 @@ class _TritonConnection(asyncio.Protocol):
             ReplicaUnreachable: the connection ended before the request was sent.
             ReplicaLost: the connection ended before the answer was complete.
         """
-        if self._transport is None or self.lost:
+        if self.is_lost:
             raise ReplicaUnreachable("the replica ended")
         self._waiter = asyncio.get_running_loop().create_future()
-        self._parser = httptools.HttpResponseParser(self)
-        self._body = []
         self._json_length = self.shared_length = 0
-        self._transport.writelines(pieces)
+        self.begin(pieces)
         return await self._waiter
 
-    def close(self) -> None:
-        """Close the connection; a call in flight raises `ReplicaLost`."""
-        if self._transport is not None:
-            self._transport.abort()
-        self.connection_lost(None)
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        super().connection_made(transport)
         self._registry.add(self)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.lost = True
+    def ended(self, error: Exception | None) -> None:
         self._registry.discard(self)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(ReplicaLost("the replica ended while it had the request"))
-
-    def data_received(self, data: bytes) -> None:
-        if self._parser is None:  # data without a request
-            self.close()
-            return
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError:
-            self.close()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
@@ -220,17 +201,9 @@ class _TritonConnection(asyncio.Protocol):
         elif name == UNSENT_HEADER:
             self.is_unsent = True
 
-    def on_body(self, body: bytes) -> None:
-        self._body.append(body)
-
-    def on_message_complete(self) -> None:
-        assert self._parser is not None
-        assert self._waiter is not None
-        self.reusable = self._parser.should_keep_alive()
-        if not self._waiter.done():
-            body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-            self._waiter.set_result((self._parser.get_status_code(), self._json_length, body))
-        self._body = []
+    def answered(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result((self.status, self._json_length, self.take_body()))
 
 
 def _tensors(body: bytes, json_length: int) -> dict[str, RawTensor]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final, cast
-
-import httptools
+from typing import Final
 
 from headwater_server.errors import RETRY_AFTER_LOST_S, ReplicaLost, ReplicaUnreachable
 from headwater_server.transport.address import TOKEN_HEADER, UNSENT_HEADER, ClientTls, dial, is_local
+from headwater_server.transport.http_connection import HttpConnection
 
 __all__ = ["VllmAnswer", "VllmClient"]
 
@@ -40,7 +39,7 @@ class VllmClient:
         self._is_closed = False
 
     async def connect(self) -> VllmAnswer:
-        """A connection for a single request: an unused connection, or else a new connection. The caller must close it.
+        """A connection for a single request, unused or new. The caller must release it.
 
         Raises:
             ReplicaUnreachable: vLLM, or the port in front of it, can't be reached, or this client is closed.
@@ -50,12 +49,12 @@ class VllmClient:
             answer = self._idle.pop()
             if now_s - answer.idle_since_s < IDLE_S:
                 return answer
-            answer.abort()
+            answer.close()
         if not self._is_closed:
             answer = await dial(self._address, lambda: VllmAnswer(self._all, self._idle, self._headers), self._tls)
             if not self._is_closed:
                 return answer
-            answer.abort()
+            answer.close()
         raise ReplicaUnreachable("the replica ended", retry_after_s=RETRY_AFTER_LOST_S)
 
     async def get(self, path: str) -> bytes:
@@ -69,9 +68,9 @@ class VllmClient:
             await answer.send("GET", path)
             body = await answer.whole()
         except BaseException:
-            answer.abort()
+            answer.close()
             raise
-        answer.close()
+        answer.release()
         if answer.status != 200:
             raise ReplicaLost(f"{path} was answered with {answer.status}")
         return body
@@ -80,10 +79,10 @@ class VllmClient:
         """End all connections. Reads in flight raise `ReplicaLost`, and `connect` raises `ReplicaUnreachable`."""
         self._is_closed = True
         for answer in list(self._all):
-            answer.abort()
+            answer.close()
 
 
-class VllmAnswer(asyncio.Protocol):
+class VllmAnswer(HttpConnection):
     """An answer and its connection. Once the answer is complete and closed, the connection, with this object, is reused
     for another answer.
 
@@ -94,22 +93,16 @@ class VllmAnswer(asyncio.Protocol):
     """
 
     def __init__(self, all: set[VllmAnswer], idle: list[VllmAnswer], headers: str = "") -> None:
+        super().__init__()
         self._headers = headers
         self._all = all
         self._idle = idle
-        self._transport: asyncio.Transport | None = None
-        self._parser: httptools.HttpResponseParser | None = None
-        self._pieces: list[bytes] = []
         self._size = 0
         self._is_paused = False
-        self._has_head = self._is_complete = self._is_kept = self._is_unsent = False
+        self._is_complete = self._is_unsent = False
         self._waiter: asyncio.Future[None] | None = None
-        self.is_lost = False
-        """Whether the connection has ended."""
         self.idle_since_s = 0.0
-        """Loop time of the last `close` that kept the connection."""
-        self.status = 0
-        """The answer's HTTP status, once `send` has returned."""
+        """Loop time of the last `release` that kept the connection."""
 
     async def send(self, method: str, path: str, body: bytes = b"", headers: str = "") -> None:
         """Send a request, and wait for the answer's status.
@@ -124,14 +117,13 @@ class VllmAnswer(asyncio.Protocol):
             ReplicaUnreachable: vLLM didn't get the request.
             ReplicaLost: vLLM ended before it answered.
         """
-        if self._transport is None or self.is_lost:
+        if self.is_lost:
             raise ReplicaUnreachable("the replica ended", retry_after_s=RETRY_AFTER_LOST_S)
-        self._parser = httptools.HttpResponseParser(self)
-        self._has_head = self._is_complete = self._is_unsent = False
+        self._is_complete = self._is_unsent = False
         length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
         head = f"{method} {path} HTTP/1.1\r\nHost: replica\r\n{length}{self._headers}{headers}\r\n"
-        self._transport.write(head.encode() + body)
-        while not self._has_head:
+        self.begin([head.encode(), body])
+        while not self.status:
             await self._wait()
         if self._is_unsent:
             raise ReplicaUnreachable(
@@ -142,19 +134,17 @@ class VllmAnswer(asyncio.Protocol):
         """The next bytes of the body, as many as have arrived; empty at its end.
 
         Raises:
-            ReplicaLost: vLLM ended before the end of the body, or `abort` was called.
+            ReplicaLost: vLLM ended before the end of the body, or `close` was called.
         """
-        while not self._pieces:
+        while not self._size:
             if self._is_complete:
                 return b""
             await self._wait()
-        piece = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        self._pieces = []
         self._size = 0
         if self._is_paused and self._transport is not None:
             self._is_paused = False
             self._transport.resume_reading()
-        return piece
+        return self.take_body()
 
     async def whole(self) -> bytes:
         """The rest of the body. Raises as `read`."""
@@ -163,25 +153,18 @@ class VllmAnswer(asyncio.Protocol):
             pieces.append(piece)
         return b"".join(pieces)
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Release the answer, which must not be read afterwards. The connection of an incomplete answer is ended: vLLM
         then cancels the request."""
         if self.is_lost:
             return
-        if not self._is_complete or not self._is_kept:
-            self.abort()
+        if not self._is_complete or not self.is_kept:
+            self.close()
             return
-        self._parser = None
-        self._is_complete = self._is_kept = False
-        self._pieces = []
+        self._is_complete = False
+        self._size = 0
         self.idle_since_s = asyncio.get_running_loop().time()
         self._idle.append(self)
-
-    def abort(self) -> None:
-        """End the connection; a reader gets `ReplicaLost`."""
-        if self._transport is not None:
-            self._transport.abort()
-        self.connection_lost(None)
 
     async def _wait(self) -> None:
         if self.is_lost:
@@ -196,50 +179,34 @@ class VllmAnswer(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    # asyncio.Protocol
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        super().connection_made(transport)
         self._all.add(self)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.is_lost = True
-        self._parser = None  # the parser refers to this object: a reference cycle
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._size > HIGH_BYTES and not self._is_paused and not self.is_lost and self._transport is not None:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def ended(self, error: Exception | None) -> None:
         self._all.discard(self)
         if self in self._idle:
             self._idle.remove(self)
         self._wake()
 
-    def data_received(self, data: bytes) -> None:
-        if self._parser is None:  # data that no request asked for
-            self.abort()
-            return
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError:
-            self.abort()
-            return
-        if self._size > HIGH_BYTES and not self._is_paused and self._transport is not None:
-            self._is_paused = True
-            self._transport.pause_reading()
-
-    # httptools
-
     def on_header(self, name: bytes, value: bytes) -> None:
         self._is_unsent = self._is_unsent or name.lower() == UNSENT_HEADER
 
     def on_headers_complete(self) -> None:
-        assert self._parser is not None
-        self.status = self._parser.get_status_code()
-        self._is_kept = self._parser.should_keep_alive()  # the parser knows this only in this callback
-        self._has_head = True
+        super().on_headers_complete()
         self._wake()
 
     def on_body(self, body: bytes) -> None:
-        self._pieces.append(body)
+        super().on_body(body)
         self._size += len(body)
         self._wake()
 
-    def on_message_complete(self) -> None:
+    def answered(self) -> None:
         self._is_complete = True
         self._wake()

@@ -179,7 +179,7 @@ class Relay:
         if self._error is None and not self._is_left:
             self._error = error
             if self._answer is not None:
-                self._answer.abort()  # wakes a task that waits for data
+                self._answer.close()  # wakes a task that waits for data
             self._leave_replica()
 
     @property
@@ -216,7 +216,7 @@ class Relay:
         self._is_waiting, self._failure = True, ""
         upstream = await replica.client.connect()
         if self._error is not None or self._is_left:
-            upstream.close()
+            upstream.release()
             raise ReplicaLost(LOST)
         self._answer = upstream
         # vLLM needs a unique id, and a client's id need not be unique.
@@ -274,7 +274,7 @@ class Relay:
             replica.requests -= 1
         upstream, self._answer = self._answer, None
         if upstream is not None:
-            upstream.close()
+            upstream.release()
 
     def _end(self, answer: WholeAnswer) -> None:
         if self.trace is not None:

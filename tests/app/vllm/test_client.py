@@ -31,7 +31,7 @@ async def test_an_answer_has_status_and_body_and_its_connection_is_used_again() 
             answer = await asked(client, path)
             assert answer.status == 200
             assert await answer.whole() == b'{"path": "%b", "body": {"a": 1}, "id": "7"}' % path.encode()
-            answer.close()
+            answer.release()
         assert found["a"].connections == 1
         client.close()
 
@@ -48,7 +48,7 @@ async def test_an_answer_that_is_left_early_ends_its_connection() -> None:
         client = VllmClient(f"unix:{found['a'].path}")
         answer = await asked(client)
         assert await answer.read() == b"data: {}\n\n"
-        answer.close()
+        answer.release()
         await found["a"].exchanges[0].left()
         client.close()
 
@@ -61,7 +61,7 @@ async def test_a_connection_that_vllm_is_about_to_close_is_not_used_again(monkey
             monkeypatch.setattr(client_module, "IDLE_S", 0.0)
             answer = await asked(client)
             await answer.whole()
-            answer.close()
+            answer.release()
         assert found["a"].connections == 2
         client.close()
 
@@ -72,7 +72,7 @@ async def test_a_connection_that_vllm_closed_is_forgotten() -> None:
         client = VllmClient(f"unix:{found['a'].path}")
         answer = await asked(client)
         await answer.whole()
-        answer.close()
+        answer.release()
         found["a"].exchanges[0].lose()
         await until(lambda: not client._idle)
         answer = await asked(client)
@@ -160,7 +160,7 @@ async def test_a_reader_that_pauses_stops_vllm() -> None:
         taken = len(await answer.read())
         assert HIGH_BYTES < taken < 2 * HIGH_BYTES
         await until(lambda: sent > before)
-        answer.close()
+        answer.release()
         client.close()
         await found["a"].exchanges[0].left()
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from headwater_server.cli.bench.http_connection import ConnectFailed, Connection, Dialler
 from headwater_server.cli.bench.job import Job
 from headwater_server.cli.bench.outcomes import Outcomes, merged
+from headwater_server.cli.bench.sample_connection import ConnectFailed, Connection, Dialler
 
 __all__ = ["GONE_AFTER_S", "STOPPED", "Stop", "closed_loop", "until_gone"]
 
@@ -64,7 +64,7 @@ async def closed_loop(job: Job, stop: Stop | None = None) -> Outcomes:
             while (now := time.perf_counter()) < until:
                 counts = now >= counts_from
                 try:
-                    if connection is None or connection.lost:
+                    if connection is None or connection.is_lost:
                         connection = await dialler.dial()
                         continue  # connecting is not part of a request
                 except ConnectFailed as failed:

@@ -20,9 +20,9 @@ from typing import Final, NamedTuple
 
 from headwater_server.cli.bench.answer_reader import Fault, Sample
 from headwater_server.cli.bench.closed_loop import Stop, until_gone
-from headwater_server.cli.bench.http_connection import ConnectFailed, Connection, Dialler
 from headwater_server.cli.bench.job import Job
 from headwater_server.cli.bench.outcomes import Outcomes
+from headwater_server.cli.bench.sample_connection import ConnectFailed, Connection, Dialler
 
 __all__ = ["PreciseTimer", "arrival_times", "open_loop"]
 
@@ -204,13 +204,13 @@ class _Senders:
             self._note(due, Sample(failed.fault))
             return
         self._note(due, await connection.ask(due.request, target.mode, expires_s))
-        if not connection.lost:
+        if not connection.is_lost:
             self._idle.append(connection)
 
     def _take_idle(self) -> Connection | None:
         while self._idle:
             connection = self._idle.pop()
-            if connection.lost:
+            if connection.is_lost:
                 continue
             if time.perf_counter() - connection.idle_since_s <= IDLE_S:
                 return connection

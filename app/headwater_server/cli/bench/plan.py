@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from headwater_server.cli.bench.http_connection import ConnectFailed, Dialler
 from headwater_server.cli.bench.job import Job, Load, RequestSet
 from headwater_server.cli.bench.request_bodies import Body, Wishes, infer_bodies, read_bodies, stream_bodies
+from headwater_server.cli.bench.sample_connection import ConnectFailed, Dialler
 from headwater_server.cli.bench.slo import request_limits
 from headwater_server.cli.server_client import Metadata, ServerClient
 from headwater_server.errors import CommandError

@@ -1,14 +1,9 @@
-"""A lean HTTP/1.1 client: a connection carries one request at a time, as fast as Python allows.
-
-A client with pools, redirects and cookies takes several times as long as the gateway, so a bench with it would measure
-the client.
-"""
+"""Connections of bench to a server, whose answers become samples."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -22,6 +17,7 @@ from headwater_server.cli.bench.answer_reader import (
     failed_status,
 )
 from headwater_server.cli.server_client import CONNECT_TIMEOUT_S, tls_context
+from headwater_server.transport.http_connection import HttpConnection
 
 __all__ = ["ConnectFailed", "Connection", "Dialler"]
 
@@ -34,26 +30,22 @@ class ConnectFailed(Exception):
         self.fault = Fault("connect", None, reason)
 
 
-class Connection(asyncio.Protocol):
-    """A connection, with at most one pending request."""
+class Connection(HttpConnection):
+    """A connection whose answers become samples."""
 
     def __init__(self) -> None:
-        self._transport: asyncio.Transport | None = None
+        super().__init__()
         self._waiter: asyncio.Future[Sample] | None = None
-        self._parser: httptools.HttpResponseParser | None = None
         self._reader: TokenReader | None = None
-        self._body: list[bytes] = []
         self._json_length: int | None = None
         self._sent_s = 0.0
         self._now_s = 0.0
         self._expires_s = 0.0
-        self.lost = False
-        """Whether the connection can no longer be used."""
         self.idle_since_s = 0.0
         """When the last request ended, by `time.perf_counter`; 0 before the first."""
 
     def ask(self, request: bytes, mode: str, expires_s: float) -> asyncio.Future[Sample]:
-        """Send a request; the connection must not be `lost`, and no other request may be pending.
+        """Send a request; the connection must not be lost, and no other request may be pending.
 
         Args:
             request: the whole HTTP request, encoded.
@@ -63,15 +55,12 @@ class Connection(asyncio.Protocol):
         Returns:
             A future that resolves to a sample, with the answer's times or the fault.
         """
-        assert self._transport is not None
         self._waiter = waiter = asyncio.get_running_loop().create_future()
-        self._parser = httptools.HttpResponseParser(self)
         self._reader = None if mode == "infer" else TokenReader(mode)
-        self._body = []
         self._json_length = None
         self._expires_s = expires_s
         self._sent_s = time.perf_counter()
-        self._transport.write(request)
+        self.begin([request])
         return waiter
 
     def expire(self, now_s: float) -> None:
@@ -80,69 +69,45 @@ class Connection(asyncio.Protocol):
             self._fail("timeout", "no whole answer in time")
             self.close()
 
-    def close(self) -> None:
-        """Close the connection; a pending request fails."""
-        self.lost = True
-        if self._transport is not None:
-            self._transport.abort()
-
-    # asyncio.Protocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.lost = True
-        if self._reader is not None and self._reader.is_done:
-            self._end()  # some servers end their streams by disconnecting
-        else:
-            self._fail("reset", _reason(exc) if exc else "the connection ended before the answer did")
-
     def data_received(self, data: bytes) -> None:
-        if self._waiter is None or self._parser is None:  # data without a pending request
-            self.close()
-            return
         self._now_s = time.perf_counter()
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
-            self._fail("bad answer", f"not HTTP: {error}"[:LONGEST_REASON])
-            self.close()
-
-    # httptools
+        super().data_received(data)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if len(name) == 31 and name.lower() == b"inference-header-content-length" and value.isdigit():
             self._json_length = int(value)
 
     def on_body(self, body: bytes) -> None:
-        if self._reader is not None and self._parser is not None and self._parser.get_status_code() == 200:
+        if self._reader is not None and self.status == 200:
             self._reader.feed(body, self._now_s)
         else:
-            self._body.append(body)
+            super().on_body(body)
 
-    def on_message_complete(self) -> None:
-        if self._parser is not None and not self._parser.should_keep_alive():
-            self.close()
-        self._end()
-
-    def _end(self) -> None:
-        assert self._parser is not None
-        status = self._parser.get_status_code()
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        if status != 200:
-            fault: Fault | None = failed_status(status, body)
+    def answered(self) -> None:
+        body = self.take_body()
+        if self.status != 200:
+            fault: Fault | None = failed_status(self.status, body)
         else:
             fault = answer_fault(body, self._json_length) if self._reader is None else self._reader.end()
         self._settle(Sample(fault, self._sent_s, self._now_s, self._reader))
+        if not self.is_kept:
+            self.close()
+
+    def ended(self, error: Exception | None) -> None:
+        if isinstance(error, httptools.HttpParserError):
+            self._fail("bad answer", f"not HTTP: {error}"[:LONGEST_REASON])
+        elif self._waiter is not None and self._reader is not None and self._reader.is_done:
+            self.answered()  # some servers end their streams by disconnecting
+        else:
+            self._fail("reset", _reason(error) if error else "the connection ended before the answer did")
 
     def _fail(self, kind: str, reason: str) -> None:
         self._settle(Sample(Fault(kind, None, reason), self._sent_s))
 
     def _settle(self, sample: Sample) -> None:
         waiter, self._waiter = self._waiter, None
-        self.idle_since_s = self._now_s
         if waiter is not None and not waiter.done():
+            self.idle_since_s = self._now_s
             waiter.set_result(sample)
 
 
@@ -188,7 +153,7 @@ class Dialler:
         """Fail every expired request, and forget lost connections."""
         now_s = time.perf_counter()
         for connection in list(self._open):
-            if connection.lost:
+            if connection.is_lost:
                 self._open.discard(connection)
             else:
                 connection.expire(now_s)
