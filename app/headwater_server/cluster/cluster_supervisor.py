@@ -35,6 +35,7 @@ from headwater_server.config.reader import read_config
 from headwater_server.config.schema import Config, Deployment
 from headwater_server.config.sections import ReplicaBounds
 from headwater_server.control.control_server import ControlServer
+from headwater_server.control.messages import Command, CommandAnswer
 from headwater_server.control.routing import RoutingTable
 from headwater_server.errors import ConfigError, StartError
 from headwater_server.security.file_watch import FileWatch
@@ -64,6 +65,8 @@ HEAD_TIMEOUT_S: Final = 3.0
 """Seconds without an answer after which Ray's head counts as gone."""
 ADOPT_TIMEOUT_S: Final = 6.0
 """Seconds that a replica of an earlier supervisor may take to report its state."""
+STORE_TIMEOUT_S: Final = 5.0
+"""Seconds that an answer to an operator's command waits until Ray's storage has the desired state."""
 GATEWAYS_DRAIN_S: Final = 5.0
 """Seconds that gateways may take to end beyond their shutdown timeout, when everything is stopped."""
 
@@ -285,7 +288,7 @@ class ClusterSupervisor:
         self._storing: asyncio.Task[None] | None = None
         context = Context(ray, epoch, tls, lambda: self._on_change(), self._give_way)
         self._control = ControlServer(
-            lambda command: self._orchestrator.lifecycle.answer(command),
+            self._answer,
             epoch,
             on_lost=lambda loss: self._orchestrator.note_loss(loss),
             on_workers=lambda: self._on_change(),
@@ -399,6 +402,17 @@ class ClusterSupervisor:
             {name: replica_set.generation for name, replica_set in sets.items()},
             what_is_served(self._first),
         )
+
+    async def _answer(self, command: Command) -> CommandAnswer:
+        """Answer an operator's command once the desired state that follows from it is stored, so that a later
+        supervisor knows it. If that takes long, the answer has a ``warning``."""
+        answer = await self._orchestrator.lifecycle.answer(command)
+        self._on_change()
+        if self._storing is not None and (await asyncio.wait({self._storing}, timeout=STORE_TIMEOUT_S))[1]:
+            answer.content["warning"] = (
+                "Ray's storage can't be written: if the supervisor ends now, the next supervisor does not know of this"
+            )
+        return answer
 
     async def _store(self) -> None:
         """Store the desired state until the stored state is up to date, and try again after errors. If Ray loses the

@@ -406,11 +406,10 @@ async def test_what_operators_have_changed_outlives_a_supervisor() -> None:
     async with clustered(storage) as ray, supervised(ray, served) as (bench, gateway):
         await until(lambda: all(gateway.ids(name) for name in "abc"))
         await gateway.tell("scale", "b", min=2, max=3)
+        assert _Desired.decoded(storage[DESIRED]).bounds["b"].max == 3  # the answer comes after this
         await gateway.tell("unload", "a")
         await gateway.tell("reload", "c", config=json.dumps({"timeout_s": 7}))
         await gateway.tell("load", "d", config=json.dumps({"model": "m:D"}))
-        now = bench.supervisor._desired()
-        await until(lambda: _Desired.decoded(storage[DESIRED]) == now)
     async with clustered(storage) as ray, supervised(ray, served, epoch=4) as (_, gateway):
         await until(lambda: len(gateway.ids("b")) == 2 and bool(gateway.ids("c")) and bool(gateway.ids("d")))
         a, b = gateway.route("a"), gateway.route("b")
@@ -442,6 +441,19 @@ async def test_replicas_of_what_was_unloaded_are_ended() -> None:
             assert gateway.route().is_set_aside
             assert len(ray.started) == 1
             assert bench.ended is None
+
+
+async def test_an_answer_says_if_storage_can_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_supervisor, "PING_EVERY_S", 0.01)
+    monkeypatch.setattr(cluster_supervisor, "STORE_TIMEOUT_S", 0.05)
+    async with clustered() as ray, supervised(ray, config()) as (_, gateway):
+        await until(lambda: bool(gateway.ids()) and DESIRED in ray.storage)
+        ray.failures = 1_000_000
+        answer = await gateway.link.command("unload", "a", {})
+        assert answer.status == 200
+        assert "Ray's storage can't be written" in answer.content["warning"]
+        ray.failures = 0
+        assert "warning" not in (await gateway.link.command("load", "a", {})).content
 
 
 async def test_storage_that_can_not_be_written_is_tried_again(
