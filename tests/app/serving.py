@@ -31,6 +31,7 @@ class Served(NamedTuple):
     port: int
     connections: set[Any]
     """That it has."""
+    places: Connections
 
 
 @contextlib.asynccontextmanager
@@ -65,7 +66,7 @@ async def serving(
 
         accepting = asyncio.create_task(TlsAcceptor(tls, with_tls, connections, timeout_s).run(listener))
     try:
-        yield Served(listener.getsockname()[1], server.server_state.connections)
+        yield Served(listener.getsockname()[1], server.server_state.connections, connections)
     finally:
         if accepting is not None:
             accepting.cancel()

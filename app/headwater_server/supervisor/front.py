@@ -37,7 +37,7 @@ from headwater_server.supervisor.runtime_folder import RuntimeFolder
 from headwater_server.telemetry.observer import Observer, ReplicaView, deployment_view
 from headwater_server.telemetry.recorder import recorder
 
-__all__ = ["Backend", "Front", "Workers"]
+__all__ = ["Backend", "Front", "Workers", "watch_folder"]
 
 logger = logging.getLogger("headwater")
 
@@ -289,7 +289,7 @@ class Front:
                 self._children.watch(),
                 workers.watch(),
                 self.observer.watch(self._backend.replica_views),
-                self._watch_folder(folder, workers),
+                watch_folder(folder, self._control, self.observer, workers, self._children),
             ):
                 watching.append(asyncio.create_task(watch))
                 watching[-1].add_done_callback(self._children.note_done)
@@ -316,31 +316,6 @@ class Front:
                 f"server.host, server.port: can't listen on {server.host}:{server.port}: {error.strerror}; "
                 "is another server running there? Choose another with --port"
             ) from error
-
-    async def _watch_folder(self, folder: RuntimeFolder, workers: Workers) -> None:
-        """Restore parts of the runtime folder that somebody removes, and replace processes that depend on them."""
-        is_lost = False
-        """Whether workers may still use files of a removed folder."""
-        while True:
-            await asyncio.sleep(FOLDER_EVERY_S)
-            try:
-                if folder.is_lost:
-                    is_lost = True
-                    text = "the runtime folder %s was removed; it is made again, and workers and replicas are replaced"
-                    logger.critical(text, folder.path)
-                    logger.critical("keep cleaners of temporary files away from it, or set server.runtime_dir")
-                    folder.make_again()
-                if is_lost or not (folder.path / CONTROL).exists():
-                    logger.error("the control socket is made again")
-                    await self._control.start(folder.path / CONTROL)
-                if is_lost or self.observer.is_damaged:
-                    logger.error("metrics: counts of running workers were removed, and begin anew")
-                    self.observer.restore()
-                workers.replace_those_without_files(all=is_lost)
-                is_lost = False
-                self._children.end_cut_off()
-            except OSError as error:
-                logger.error("server.runtime_dir: can't restore the removed files of %s: %s", folder.path, error)
 
     def _make_folder(self) -> RuntimeFolder:
         # Without these checks a socket path that is too long would show only in a call.
@@ -414,6 +389,34 @@ class Front:
         await self._control.finish()
         await self._children.finish()
         logger.info("stopped")
+
+
+async def watch_folder(
+    folder: RuntimeFolder, control: ControlServer, observer: Observer, workers: Workers, children: ChildProcesses
+) -> None:
+    """Restore parts of the runtime folder that somebody removes, and replace processes that depend on them."""
+    is_lost = False
+    """Whether workers may still use files of a removed folder."""
+    while True:
+        await asyncio.sleep(FOLDER_EVERY_S)
+        try:
+            if folder.is_lost:
+                is_lost = True
+                text = "the runtime folder %s was removed; it is made again, and workers and replicas are replaced"
+                logger.critical(text, folder.path)
+                logger.critical("keep cleaners of temporary files away from it, or set server.runtime_dir")
+                folder.make_again()
+            if is_lost or not (folder.path / CONTROL).exists():
+                logger.error("the control socket is made again")
+                await control.start(folder.path / CONTROL)
+            if is_lost or observer.is_damaged:
+                logger.error("metrics: counts of running workers were removed, and begin anew")
+                observer.restore()
+            workers.replace_those_without_files(all=is_lost)
+            is_lost = False
+            children.end_cut_off()
+        except OSError as error:
+            logger.error("server.runtime_dir: can't restore the removed files of %s: %s", folder.path, error)
 
 
 def _url_host(host: str) -> str:

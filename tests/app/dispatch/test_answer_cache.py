@@ -187,8 +187,8 @@ class CachedBench(Bench):
         self.made: list[Call] = []
         super().__init__(cache=share, replicas=replicas)
 
-    def _connect(self, name: str, route: ReplicaRoute) -> Replica:
-        replica = super()._connect(name, route)
+    def connect(self, name: str, route: ReplicaRoute) -> Replica:
+        replica = super().connect(name, route)
         replica.calls = self.made
         return replica
 

@@ -17,8 +17,8 @@ from headwater_server.dispatch.choice import REPORT_FRESH_S, Choice
 from headwater_server.dispatch.pool import FEW, ReplicaCalls
 
 
-class Loop:
-    """The clock of an event loop that never runs."""
+class Loop(asyncio.SelectorEventLoop):
+    """An event loop whose clock the test sets."""
 
     now_s = 1.0
 
@@ -62,8 +62,8 @@ def made(replicas: dict[str, ReplicaCalls], seed: int, loop: Loop) -> Choice:
     async def make() -> Choice:
         return Choice(replicas, random.Random(seed).random)
 
-    choice = asyncio.run(make())
-    choice._loop = cast(Any, loop)
+    choice = loop.run_until_complete(make())
+    loop.close()
     return choice
 
 

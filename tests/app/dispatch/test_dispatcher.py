@@ -15,9 +15,11 @@ from headwater.datatypes import pack_bytes, unpack_bytes
 from headwater.signature import Signature, TensorSpec
 from headwater.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, encode_reports
 from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
+from headwater_server.control.messages import ReplicaLoss
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, State
 from headwater_server.dispatch.admission import QueueBudget
 from headwater_server.dispatch.dispatcher import ModelDispatcher
+from headwater_server.dispatch.pool import ReplicaCalls
 from headwater_server.errors import (
     BadRequest,
     CallableFailed,
@@ -126,15 +128,23 @@ class Bench:
             replicas=tuple(ReplicaRoute(f"m-{index}", "unix:", "") for index in range(replicas)),
             **route,
         )
-        self.dispatcher = ModelDispatcher(self.route, self._connect, budget=budget)
+        self.quarantined: list[bytes] = []
+        self.losses: list[ReplicaLoss] = []
+        self.dispatcher = ModelDispatcher(self.route, self.connect, self.quarantined.append, budget, self.losses.append)
 
-    def _connect(self, name: str, route: ReplicaRoute) -> Replica:
+    def connect(self, name: str, route: ReplicaRoute) -> Replica:
         self.replicas[route.id] = Replica()
         return self.replicas[route.id]
 
     @property
     def calls(self) -> list[Call]:
         return [call for replica in self.replicas.values() for call in replica.calls]
+
+    @property
+    def connected(self) -> list[ReplicaCalls]:
+        """What the dispatcher knows of its replicas."""
+        # private: the rows that a replica has, and those of other workers, show only in the choice among replicas
+        return list(self.dispatcher._pool.connected.values())
 
     def send(self, *values: float, **fields: Any) -> asyncio.Task[dict[str, RawTensor]]:
         """A request with these values, one a row."""
@@ -233,7 +243,7 @@ async def test_a_replica_that_reported_rows_of_other_workers_comes_after_others(
 
 async def test_rows_of_this_workers_own_calls_are_not_those_of_others() -> None:
     bench = Bench(msgspec.structs.replace(NUMBERS, max_batch_size=2), max_in_flight=3)
-    (replica,) = bench.dispatcher._pool.connected.values()
+    (replica,) = bench.connected
     tasks = [bench.send(1)]
     await settle()
     tasks += [bench.send(2, 3), bench.send(4, 5)]

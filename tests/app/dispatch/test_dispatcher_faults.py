@@ -262,8 +262,6 @@ async def test_a_lost_request_that_its_replica_never_had_a_second_time_is_not_ch
 
 async def test_a_request_that_took_two_replicas_down_is_refused_until_a_reload() -> None:
     bench = Bench(replicas=2)
-    fingerprints: list[bytes] = []
-    bench.dispatcher._losses._on_quarantined = fingerprints.append
     task = bench.send(1)
     await settle()
     lose(bench, "m-0")
@@ -273,7 +271,7 @@ async def test_a_request_that_took_two_replicas_down_is_refused_until_a_reload()
     leave(bench, "m-1")
     with pytest.raises(ReplicaLost, match="not tried again"):
         await task
-    assert len(fingerprints) == 1
+    assert len(bench.quarantined) == 1
     replace(bench, "m-2", "m-3")
     with pytest.raises(Quarantined, match=r"took two replicas down, and is refused for another \d+ s") as caught:
         await bench.send(1)
@@ -308,8 +306,6 @@ async def test_a_request_is_not_told_that_it_took_replicas_down_which_are_still_
 
 async def test_a_lost_replica_is_reported_with_the_keys_whose_requests_it_had() -> None:
     bench = Bench(replicas=2, max_in_flight=2)
-    reports: list[ReplicaLoss] = []
-    bench.dispatcher._pool._on_lost = bench.dispatcher._losses._on_lost = reports.append
     tasks = [bench.send(1, owner="a")]
     await settle()
     tasks.append(bench.send(2, owner="b"))
@@ -318,13 +314,11 @@ async def test_a_lost_replica_is_reported_with_the_keys_whose_requests_it_had() 
     await settle()
     lose(bench, "m-0")
     await settle()
-    assert [(one.replica, one.keys) for one in reports[:2]] == [("m-1", []), ("m-0", ["a"])]
+    assert [(one.replica, one.keys) for one in bench.losses[:2]] == [("m-1", []), ("m-0", ["a"])]
     for task in tasks:
         task.cancel()
 
     bench = Bench(replicas=2)
-    reports = []
-    bench.dispatcher._pool._on_lost = bench.dispatcher._losses._on_lost = reports.append
     task = bench.send(1, owner="a")
     await settle()
     for id in ("m-0", "m-1"):
@@ -333,7 +327,7 @@ async def test_a_lost_replica_is_reported_with_the_keys_whose_requests_it_had() 
     leave(bench, "m-1")
     with pytest.raises(ReplicaLost, match="took two replicas down"):
         await task
-    assert reports == [
+    assert bench.losses == [
         ReplicaLoss("m", "m-0", ["a"]),
         ReplicaLoss("m", "m-1", ["a"]),
         ReplicaLoss("m", "m-1", convicted="a", earlier="m-0"),
@@ -342,18 +336,16 @@ async def test_a_lost_replica_is_reported_with_the_keys_whose_requests_it_had() 
 
 async def test_the_supervisor_may_notice_first_that_a_replica_has_ended() -> None:
     bench = Bench(replicas=2)
-    reports: list[ReplicaLoss] = []
-    bench.dispatcher._pool._on_lost = reports.append
     task = bench.send(1, owner="a")
     await settle()
     leave(bench, "m-0")
-    assert reports == [ReplicaLoss("m", "m-0", ["a"])]
+    assert bench.losses == [ReplicaLoss("m", "m-0", ["a"])]
     lose(bench, "m-0")
     await settle()
     bench.replicas["m-1"].calls[0].answer()
     assert numbers(await task) == [2]
     leave(bench, "m-1")
-    assert len(reports) == 1
+    assert len(bench.losses) == 1
 
 
 async def test_a_key_whose_requests_ended_too_many_replicas_is_refused_with_the_reason() -> None:
@@ -369,9 +361,7 @@ async def test_a_key_whose_requests_ended_too_many_replicas_is_refused_with_the_
 
 
 async def test_what_another_worker_found_is_refused_here() -> None:
-    fingerprints: list[bytes] = []
     first, second = Bench(replicas=2), Bench()
-    first.dispatcher._losses._on_quarantined = fingerprints.append
     task = first.send(1)
     await settle()
     lose(first, "m-0")
@@ -381,7 +371,7 @@ async def test_what_another_worker_found_is_refused_here() -> None:
     leave(first, "m-1")
     with pytest.raises(ReplicaLost):
         await task
-    second.dispatcher.quarantine(*fingerprints)
+    second.dispatcher.quarantine(*first.quarantined)
     with pytest.raises(Quarantined):
         await second.send(1)
 
@@ -391,7 +381,7 @@ async def test_a_worker_tells_and_is_told_by_its_models() -> None:
     told: list[tuple[str, bytes]] = []
     workers = []
     for bench in benches:
-        models = Models(bench._connect)
+        models = Models(bench.connect)
         models.on_quarantined = lambda name, fingerprint: told.append((name, fingerprint))
         models.update(RoutingTable((bench.route,)))
         dispatcher = models.get("m").dispatcher
@@ -552,7 +542,7 @@ async def test_an_end_of_the_server_makes_nobody_suspect() -> None:
     with pytest.raises(ReplicaLost):
         await task
     assert bench.replicas["m-1"].calls == []
-    assert len(bench.dispatcher._quarantine) == 0
+    assert len(bench.dispatcher._quarantine) == 0  # private: a closed dispatcher takes no request that it could suspect
 
 
 @pytest.mark.slow
@@ -600,8 +590,7 @@ async def test_every_request_ends_once_and_is_computed_twice_at_most(
         assert sum(number in call.values for call in bench.calls) <= 2
     assert bench.dispatcher.in_flight == 0
     assert bench.dispatcher.queued_rows == 0
-    held = [one for one in bench.dispatcher._pool.connected.values() if one.calls or one.rows or one.batches]
-    assert held == []
+    assert [one for one in bench.connected if one.calls or one.rows or one.batches] == []
 
 
 async def test_a_lost_request_does_not_wait_for_others_that_went_elsewhere() -> None:
@@ -634,12 +623,13 @@ async def test_what_nobody_waits_for_is_not_kept_to_be_computed_again() -> None:
     for task in tasks[1:3]:
         task.cancel()
     await settle()
+    # private: `queued_rows` leaves out what is kept of requests that have ended
     assert len(bench.dispatcher._retries._waiting) == 1
     for value in (0, 3):
         assert bench.calls[-1].values == [value]
         bench.calls[-1].answer()
         await settle()
-    assert not bench.dispatcher._retries
+    assert not bench.dispatcher._retries  # private: a replica that stays set aside is in no count
 
 
 async def test_a_replica_that_is_taken_from_the_table_gets_no_lost_request() -> None:

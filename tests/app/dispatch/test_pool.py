@@ -29,7 +29,8 @@ class Bench:
     def __init__(self) -> None:
         self.opened: list[Replica] = []
         self.back = asyncio.Event()
-        self.pool = ReplicaPool("m", self._open, self.back.set)
+        self.reports: list[ReplicaLoss] = []
+        self.pool = ReplicaPool("m", self._open, self.back.set, on_lost=self.reports.append)
 
     def _open(self, route: ReplicaRoute) -> Replica:
         self.opened.append(Replica(route, cast(Any, Client())))
@@ -69,15 +70,13 @@ async def test_a_replica_that_is_lost_again_without_an_answer_is_reported_so(
 ) -> None:
     monkeypatch.setattr("headwater_server.dispatch.pool.LOST_RETRY_S", 0.001)
 
-    reports: list[ReplicaLoss] = []
-    bench.pool._on_lost = reports.append
     bench.update("ab", grpc="b")
     for _ in range(2):
         for id in "ab":
             bench.back.clear()
             bench.pool.lose(bench.pool.connected[id])
             await bench.back.wait()
-    assert [(one.replica, one.times) for one in reports] == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    assert [(one.replica, one.times) for one in bench.reports] == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
 
 
 async def test_what_retires_keeps_its_connection_and_gets_nothing_new(bench: Bench) -> None:

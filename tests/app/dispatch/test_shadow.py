@@ -42,7 +42,7 @@ class Versions:
         for bench, version in ((self.one, "1"), (self.two, "2")):
             bench.route = msgspec.structs.replace(bench.route, name=f"c.{version}", part_of="c", version=version)
             bench.dispatcher.close()
-            bench.dispatcher = ModelDispatcher(bench.route, bench._connect, budget=budget)
+            bench.dispatcher = ModelDispatcher(bench.route, bench.connect, bench.quarantined.append, budget)
         traffic = TrafficRoute({"1": 1.0, "2": 0.0}, "1", shadow="2")
         route_of_both = DeploymentRoute("c", State.READY, signature=NUMBERS, kind=VersionsKind(traffic))
         found: dict[str, Dispatcher] = {"c.1": self.one.dispatcher, "c.2": self.two.dispatcher}
@@ -119,8 +119,6 @@ def failing(call: Call) -> None:
 @pytest.mark.parametrize("end", [lost, failing])
 async def test_a_copy_that_fails_is_counted_and_nothing_else_follows(end: Any) -> None:
     versions = Versions(replicas=2)
-    refused: list[bytes] = []
-    versions.two.dispatcher._losses._on_quarantined = refused.append
     for _ in range(3):
         assert await versions.answered(1) == [2]
         await settle()
@@ -129,7 +127,8 @@ async def test_a_copy_that_fails_is_counted_and_nothing_else_follows(end: Any) -
                 end(call)
         await settle()
     assert shadowed().get("failed", 0) >= 2
-    assert (refused, len(versions.two.dispatcher._quarantine)) == ([], 0)
+    assert versions.two.quarantined == []
+    assert not any(call.note.alone for call in versions.two.calls)  # a suspect would be computed alone
     counts = counts_of("c.2")
     assert [counts.total(f"headwater_{name}") for name in ("retries", "quarantined", "failures")] == [0, 0, 0]
 

@@ -76,8 +76,14 @@ TABLE = RoutingTable((PIPELINE, step("trunk"), step("head"), PLAIN))
 
 
 @pytest.fixture
-async def models() -> AsyncIterator[Models]:
-    models = Models(lambda name, route: Replica() if route.grpc_address else Hanging())
+def replica() -> Replica:
+    """The replica of the language model."""
+    return Replica()
+
+
+@pytest.fixture
+async def models(replica: Replica) -> AsyncIterator[Models]:
+    models = Models(lambda name, route: replica if route.grpc_address else Hanging())
     models.update(TABLE)
     yield models
     models.close()
@@ -279,12 +285,6 @@ async def test_the_models_that_readiness_may_name_are_in_the_schema(models: Mode
 LANGUAGE_MODEL = route_of("lm-0")
 
 
-def replica_of(models: Models) -> Replica:
-    (replica,) = models.language_model(models.get("lm"))._pool.connected.values()
-    assert isinstance(replica.client, Replica)
-    return replica.client
-
-
 async def test_a_language_model_is_found_as_one_and_nothing_else_is(models: Models) -> None:
     loading = msgspec.structs.replace(LANGUAGE_MODEL, state=State.LOADING, signature=None, replicas=())
     models.update(RoutingTable((PLAIN, loading)))
@@ -311,7 +311,7 @@ async def test_who_sends_tensors_to_a_language_model_is_told_where_to_ask(models
 
 
 async def test_requests_of_language_models_are_in_flight_and_cancelled_by_id_and_refused_while_draining(
-    models: Models,
+    models: Models, replica: Replica
 ) -> None:
     models.update(RoutingTable((PLAIN, LANGUAGE_MODEL)))
     request = models.language_model(models.get("lm")).open("mine", [spec(), spec()])
@@ -325,12 +325,11 @@ async def test_requests_of_language_models_are_in_flight_and_cancelled_by_id_and
     models.update(RoutingTable((LANGUAGE_MODEL,), draining=True))
     with pytest.raises(Unavailable, match="stopping"):
         models.language_model(models.get("lm")).open("mine", [spec()])
-    replica = replica_of(models)
     models.update(RoutingTable((PLAIN,)))
     assert replica.is_closed
 
 
-async def test_statistics_and_configuration_of_a_language_model(models: Models) -> None:
+async def test_statistics_and_configuration_of_a_language_model(models: Models, replica: Replica) -> None:
     count_from_zero()
     asked = recorder().requests("lm", "generate")
     for outcome in ("ok", "shed", "failed", "timeout", "client_error"):
@@ -339,7 +338,7 @@ async def test_statistics_and_configuration_of_a_language_model(models: Models) 
     models.update(RoutingTable((LANGUAGE_MODEL,)))
     request = models.language_model(models.get("lm")).open("q", [spec()])
     await settle()
-    replica_of(models).say(event(0, 0, [1, 2], finish="stop"), load=Load(3, 2, 40))
+    replica.say(event(0, 0, [1, 2], finish="stop"), load=Load(3, 2, 40))
     assert await request.news()
     assert await request.news() == []
     server = FastAPI()

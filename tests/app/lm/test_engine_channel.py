@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import weakref
 
 import pytest
 from hypothesis import given, settings
@@ -467,11 +468,13 @@ async def test_an_end_that_is_a_failure_fails_the_request_and_cancels_its_other_
     assert counts_of("lm").total("headwater_sequences") == 0
 
 
-async def test_a_full_queue_says_when_to_come_again() -> None:
-    line = Line()
+async def test_a_full_queue_says_when_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rate = FinishRate()
     now_s = asyncio.get_running_loop().time()
     for late_s in (40, 30, 20, 10):
-        line.channel._rate.note(now_s - late_s)
+        rate.note(now_s - late_s)
+    monkeypatch.setattr(engine_channel, "FinishRate", lambda: rate)
+    line = Line()
     request, other = line.ask(), line.ask()
     await settle()
     line.replica.say(event(0, 0, finish="full"), load=Load(0, 3))
@@ -499,9 +502,10 @@ def test_idle_time_and_ends_of_long_ago_say_nothing_of_how_fast_places_are_left(
     assert rate.wait_s(10, 2000.0) == 1
 
 
-async def test_a_place_is_left_by_whatever_ends_a_sequence_that_ran() -> None:
+async def test_a_place_is_left_by_whatever_ends_a_sequence_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[float] = []
+    monkeypatch.setattr(FinishRate, "note", lambda rate, now_s: noted.append(now_s))
     line = Line()
-    noted = line.channel._rate._finished_s
     dropped, left, ended, failed = (line.ask(spec(), spec()) for _ in range(4))
     line.ask().close()  # never sent
     await settle()
@@ -671,22 +675,28 @@ async def test_large_requests_do_not_travel_in_the_messages_of_others() -> None:
 
 async def test_many_prompts_travel_in_several_messages() -> None:
     line = Line()
-    request = line.ask(*[SequenceSpec([n] * 30_000, 3) for n in range(20)])
+    line.ask(*[SequenceSpec([n] * 30_000, 3) for n in range(20)])
     await settle()
     assert [len(post.submits) for post in line.replica.posts] == [6, 6, 6, 2]
-    assert [slot._spec for slot in request.slots] == [None] * 20
+
+
+class Prompt(list[int]):
+    """Token ids, which may be referred to weakly."""
 
 
 async def test_a_prompt_is_kept_until_the_replica_has_it() -> None:
     line = Line()
     line.replica.answers_posts.clear()
-    (slot,) = line.ask().slots
+    prompts = [Prompt([n] * 30_000) for n in range(20)]
+    kept = [weakref.ref(prompt) for prompt in prompts]
+    line.ask(*[SequenceSpec(prompt, 3) for prompt in prompts])
+    del prompts
     await settle()
     assert line.replica.posts
-    assert slot._spec is not None
+    assert all(prompt() is not None for prompt in kept)
     line.replica.answers_posts.set()
     await settle()
-    assert slot._spec is None
+    assert [prompt() for prompt in kept] == [None] * 20
 
 
 @pytest.mark.parametrize("is_left", [False, True])

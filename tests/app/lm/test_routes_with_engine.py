@@ -173,11 +173,11 @@ PROMPTS = ["def größer(a, b):\n    return a > b  # 漢字", "import os\n\nfor 
 
 
 @torch.inference_mode()
-def checked_prompt(told: dict[str, Any], prompt: str, engine: SlotEngine, most: int) -> int:
+def checked_prompt(told: dict[str, Any], prompt: str, model: Any, most: int) -> int:
     """Check a choice's log probabilities of its prompt against a plain pass; the number of its tokens."""
     text = tiny_text()
     ids = text.encode_text(prompt)
-    expected = engine._model._model(torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(dim=-1)
+    expected = model(torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(dim=-1)
     assert told["tokens"][: len(ids)] == [text.tokenizer.texts.shown(token)[0] for token in ids]
     assert (told["token_logprobs"][0], told["top_logprobs"][0]) == (None, None)
     for place, token in enumerate(ids[1:], 1):
@@ -190,9 +190,9 @@ def checked_prompt(told: dict[str, Any], prompt: str, engine: SlotEngine, most: 
 
 
 async def test_prompts_are_scored_as_lm_evaluation_harness_asks_for_it() -> None:
-    engine = tiny_engine()
+    model = load_causal_lm(FOLDER).model
 
-    async with app_with_engine(engine) as (ask, _dispatcher):
+    async with app_with_engine(tiny_engine()) as (ask, _dispatcher):
         asked: dict[str, Any] = {"model": "lm", "echo": True, "logprobs": 5, "temperature": 0}
         ids = [tiny_text().encode_text(prompt) for prompt in PROMPTS]
         for max_tokens in 0, 1:
@@ -200,7 +200,7 @@ async def test_prompts_are_scored_as_lm_evaluation_harness_asks_for_it() -> None
                 answer = (await ask("/v1/completions", prompt=prompt, max_tokens=max_tokens, **asked)).json()
                 for choice, given in zip(answer["choices"], PROMPTS, strict=True):
                     told = choice["logprobs"]
-                    count = checked_prompt(told, given, engine, 5)
+                    count = checked_prompt(told, given, model, 5)
                     assert {len(entries) for entries in told.values()} == {count + max_tokens}
                     assert choice["text"].startswith(given)
                     assert (choice["text"] == given) == (max_tokens == 0)
@@ -217,9 +217,9 @@ async def test_prompts_are_scored_as_lm_evaluation_harness_asks_for_it() -> None
 
 
 async def test_what_is_streamed_of_a_prompt_is_what_the_whole_answer_has() -> None:
-    engine = tiny_engine()
+    model = load_causal_lm(FOLDER).model
 
-    async with app_with_engine(engine) as (ask, _dispatcher):
+    async with app_with_engine(tiny_engine()) as (ask, _dispatcher):
         asked: dict[str, Any] = {"model": "lm", "echo": True, "logprobs": 2, "temperature": 0, "n": 2}
         for max_tokens in 0, 1, 9:
             prompts: dict[str, Any] = {"prompt": PROMPTS, "max_tokens": max_tokens, **asked}
@@ -239,7 +239,7 @@ async def test_what_is_streamed_of_a_prompt_is_what_the_whole_answer_has() -> No
             for choice, got in zip(whole, told, strict=True):
                 assert got["tokens"] == choice["logprobs"]["tokens"]
                 assert got["text_offset"] == choice["logprobs"]["text_offset"]
-                checked_prompt(got, PROMPTS[choice["index"] // 2], engine, 2)
+                checked_prompt(got, PROMPTS[choice["index"] // 2], model, 2)
 
 
 async def test_an_engine_that_can_not_score_prompts_says_so() -> None:

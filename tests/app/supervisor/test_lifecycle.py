@@ -27,7 +27,7 @@ from headwater_server.supervisor.handle import ReplicaHandle
 from headwater_server.supervisor.lifecycle import Lifecycle
 from headwater_server.supervisor.memory_budget import ReplicaMemory
 from headwater_server.supervisor.replica_set import ReplicaSet
-from headwater_server.supervisor.slot import SLOW_FIRST_S, Slot
+from headwater_server.supervisor.slot import SLOW_FIRST_S
 from headwater_server.supervisor.states import Composite
 from headwater_server.telemetry.recorder import recorder, use
 from headwater_server.telemetry.store import SeriesKey, Store
@@ -409,12 +409,11 @@ async def test_a_loss_with_the_node_is_no_crash_and_is_replaced_soon(monkeypatch
     use(Store())
     paused: list[float] = []
 
-    async def pause(self: Slot, timeout_s: float) -> None:
+    async def wait_for_stop(timeout_s: float) -> None:
         paused.append(timeout_s)
 
-    monkeypatch.setattr(Slot, "_pause", pause)
-
     supervisor = Supervisor(one(max_crashes=1))
+    monkeypatch.setattr(supervisor, "wait_for_stop", wait_for_stop)
     await supervisor.start()
     a = supervisor.sets["a"]
     for count in range(1, 4):
@@ -425,6 +424,7 @@ async def test_a_loss_with_the_node_is_no_crash_and_is_replaced_soon(monkeypatch
     assert paused == [FIRST_BACKOFF_S] * 3
     supervisor.launched[-1].end("killed by SIGSEGV")
     await until(lambda: a.state is State.FAILED)
+    await until(lambda: len(paused) == 4)
     assert (a.has_given_up, paused) == (False, [*[FIRST_BACKOFF_S] * 3, SLOW_FIRST_S])
 
 
@@ -436,12 +436,11 @@ async def test_a_lost_replica_is_replaced_soon_while_no_other_one_serves(
 ) -> None:
     paused: list[float] = []
 
-    async def pause(self: Slot, timeout_s: float) -> None:
+    async def wait_for_stop(timeout_s: float) -> None:
         paused.append(timeout_s)
 
-    monkeypatch.setattr(Slot, "_pause", pause)
-
     supervisor = Supervisor(one(replicas=replicas))
+    monkeypatch.setattr(supervisor, "wait_for_stop", wait_for_stop)
     await supervisor.start()
     a = supervisor.sets["a"]
     for count in range(replicas, replicas + 6):

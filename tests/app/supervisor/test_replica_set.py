@@ -106,6 +106,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     def command(self: ReplicaProcess, status_fd: int) -> list[str]:
         return [sys.executable, "-c", HOST, "m", str(self.directory), str(status_fd)]
 
+    # private: the program of a replica follows from its kind, and no kind runs a script
     monkeypatch.setattr(ReplicaProcess, "_command", command)
 
 

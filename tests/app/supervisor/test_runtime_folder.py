@@ -8,12 +8,12 @@ import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from headwater_server.supervisor import front, runtime_folder
-from headwater_server.supervisor.front import Front
+from headwater_server.supervisor.front import watch_folder
 from headwater_server.supervisor.runtime_folder import RuntimeFolder
 
 
@@ -55,14 +55,12 @@ async def test_all_workers_are_replaced_after_a_removal_even_if_the_first_try_fa
             raise failures.pop()
         os.close(os.open(path, os.O_CREAT))
 
-    server = SimpleNamespace(
-        _control=SimpleNamespace(start=start),
-        _children=SimpleNamespace(end_cut_off=lambda: None),
-        observer=SimpleNamespace(is_damaged=False, restore=lambda: None),
-    )
+    control: Any = SimpleNamespace(start=start)
+    observer: Any = SimpleNamespace(is_damaged=False, restore=lambda: None)
     workers: Any = SimpleNamespace(replace_those_without_files=lambda *, all: replaced.put_nowait(all))
+    children: Any = SimpleNamespace(end_cut_off=lambda: None)
     shutil.rmtree(folder.path)
-    watching = asyncio.create_task(Front._watch_folder(cast(Any, server), folder, workers))
+    watching = asyncio.create_task(watch_folder(folder, control, observer, workers, children))
     assert await replaced.get()
     assert not await replaced.get()
     watching.cancel()

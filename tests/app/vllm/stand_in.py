@@ -13,6 +13,7 @@ from typing import Any
 from headwater.signature import VllmSpec, text_signature
 from headwater_server.control.route_kinds import VllmKind
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, State
+from headwater_server.vllm.relay import Relay
 from headwater_server.vllm.requests import VllmRequest, read_request
 from headwater_server.vllm.vllm_model import VllmDispatcher
 from tests.app.serving import until
@@ -221,13 +222,13 @@ class Bench:
 
     def __init__(self, replicas: dict[str, StandIn], **fields: Any) -> None:
         self.replicas = replicas
-        self.held: list[Any] = []
-        """What a test must keep until its end."""
+        self.begun: list[tuple[Relay, Any]] = []
+        """Requests, and their events, which must be kept until the test's end."""
         self.dispatcher = VllmDispatcher(route_of(replicas, **fields))
 
     def leave(self) -> None:
         """Close what is under way."""
-        for relay in list(self.dispatcher._relays):
+        for relay, _ in self.begun:
             relay.close()
 
     @property

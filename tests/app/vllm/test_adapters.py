@@ -73,9 +73,9 @@ async def test_an_adapter_that_was_loaded_again_shares_no_prefix_with_the_one_be
             assert [event async for event in relay.events(answer)]
             salts.append(bench.exchanges[-1].body.get("cache_salt"))
         bench.dispatcher.update(route_of(bench.replicas, adapters={"second": 3}))
-        await anext(bench.dispatcher.open(request(model="second"), "id").events(answer))
+        relay = bench.dispatcher.open(request(model="second"), "id")
+        await anext(relay.events(answer))
         salts.append(bench.exchanges[-1].body.get("cache_salt"))
         assert salts[:2] == [None, None]
         assert len(set(salts[2:])) == 4
-        for relay in list(bench.dispatcher._relays):
-            relay.close()
+        relay.close()

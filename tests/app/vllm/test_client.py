@@ -74,7 +74,8 @@ async def test_a_connection_that_vllm_closed_is_forgotten() -> None:
         await answer.whole()
         answer.release()
         found["a"].exchanges[0].lose()
-        await until(lambda: not client._idle)
+        before = answer
+        await until(lambda: before.is_lost)
         answer = await asked(client)
         assert await answer.whole()
         client.close()

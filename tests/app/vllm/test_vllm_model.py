@@ -49,7 +49,7 @@ async def begun(bench: Bench, id: str = "id", **body: Any) -> tuple[Relay, Any]:
     relay = bench.dispatcher.open(asked, id)
     events = relay.events(ChunkAnswer(asked, TokenCount(recorder().language_model("m"))))
     await anext(events)
-    bench.held.append(events)
+    bench.begun.append((relay, events))
     return relay, events
 
 

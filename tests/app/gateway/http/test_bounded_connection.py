@@ -53,8 +53,7 @@ async def test_each_ends_with_its_next_answer_when_clients_are_to_go_elsewhere()
             reader, writer = await connect(server.port)
             writer.write(GET)
             assert b"connection: close" not in await reader.readuntil(b"\r\n\r\n")
-            (connection,) = server.connections
-            connection._others.is_closing = True
+            server.places.is_closing = True
             writer.write(GET)
             assert (await until_closed(reader)).count(b"connection: close") == 1
             writer.close()
@@ -160,7 +159,7 @@ class Gated:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.connection is not None:
-            self.longest_pipeline = max(self.longest_pipeline, len(self.connection._waiting))
+            self.longest_pipeline = max(self.longest_pipeline, len(self.connection.pipeline))
         size = 0
         while True:
             message = await receive()
@@ -324,7 +323,7 @@ async def test_a_connection_is_read_no_further_while_requests_wait_on_it() -> No
         await asyncio.wait_for(application.begun.wait(), 10)
         (application.connection,) = server.connections
         writer.write(b"GET / HTTP/1.1\r\nHost:x\r\n\r\n" * count + LAST)
-        await until(lambda: len(application.connection._waiting) > 0)
+        await until(lambda: len(application.connection.pipeline) > 0)
         application.gate.set()
         answers = await until_closed(reader)
         assert answers.endswith(b"/last 0\n")

@@ -88,7 +88,7 @@ def here() -> Iterator[Recorder]:
     """This process' recorder, for the test alone."""
     before = recorders.recorder()
     yield recorders.use(Store())
-    recorders._current = before
+    recorders.use(before.store)
 
 
 def of(status: dict[str, Any], name: str) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def reference_of(folder: Path) -> Any:
 
 
 def check_against(tokenizer: Tokenizer, reference: Any, texts: list[str]) -> None:
-    assert tokenizer._tokenizer.get_vocab_size() == len(reference)
+    assert sum(entry is not None for entry in tokenizer.entries(range(len(reference) + 1000))) == len(reference)
     assert dict(tokenizer.special_tokens) == reference.special_tokens_map
     some_ids = st.lists(st.integers(0, len(reference) + 2), max_size=12)
 
