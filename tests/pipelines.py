@@ -12,13 +12,13 @@ import numpy as np
 
 from headwater import Model, Tensor
 from headwater.datatypes import DATATYPES, unpack_bytes
-from headwater.pipeline import INPUT, FeatureCacheSpec, PipelineSpec, StepSpec, make_plan
+from headwater.pipeline import INPUT, FeatureCacheSpec, PipelineSpec, Plan, StepSpec, make_plan
 from headwater.runtime.fused import FusedPipeline
 from headwater.signature import Signature
 from headwater.wire.frame import FRAME, StepCount, decode_frame
 from headwater.wire.report import HEADWATER, CallNote, RowReport, Status
 
-__all__ = ["Answer", "Request", "Stage", "Word", "ask", "fused", "hear", "only", "rows", "totals"]
+__all__ = ["Answer", "Request", "Stage", "Word", "ask", "fused", "hear", "only", "plan_of", "rows", "totals"]
 
 Array = np.ndarray[Any, Any]
 
@@ -77,15 +77,14 @@ def rows(*values: float) -> Array:
     return np.array([[value] for value in values], np.float32).reshape(-1, 1)
 
 
-def fused(
+def plan_of(
     models: Mapping[str, Model],
     heads: Sequence[str],
     *,
     wires: Mapping[str, Mapping[str, str]] | None = None,
     caches: Mapping[str, FeatureCacheSpec] | None = None,
     name: str = "pipeline",
-    **options: Any,
-) -> FusedPipeline:
+) -> Plan:
     """A pipeline of these steps. One step of the pipeline's own name is a plain model that streams.
 
     ``wires`` has the sources of a step's inputs where names don't tell; what no step makes is the pipeline's input.
@@ -102,7 +101,20 @@ def fused(
         )
         for step in models
     )
-    plan = make_plan(PipelineSpec(steps, tuple(heads)), signatures, name=name, max_batch_size=64)
+    return make_plan(PipelineSpec(steps, tuple(heads)), signatures, name=name, max_batch_size=64)
+
+
+def fused(
+    models: Mapping[str, Model],
+    heads: Sequence[str],
+    *,
+    wires: Mapping[str, Mapping[str, str]] | None = None,
+    caches: Mapping[str, FeatureCacheSpec] | None = None,
+    name: str = "pipeline",
+    **options: Any,
+) -> FusedPipeline:
+    """The pipeline of `plan_of`, which runs."""
+    plan = plan_of(models, heads, wires=wires, caches=caches, name=name)
     return FusedPipeline(plan, models, "cpu", **options)
 
 

@@ -56,7 +56,7 @@ def private_uses(source: str) -> Iterator[str]:
                 yield f"{node.lineno}: {name}"
 
 
-@pytest.mark.parametrize("folder", sorted(path.name for path in (ROOT / "tests").iterdir() if path.is_dir()) + [""])
+@pytest.mark.parametrize("folder", [*sorted(path.name for path in (ROOT / "tests").iterdir() if path.is_dir()), ""])
 def test_no_test_uses_a_private_attribute_without_a_reason(folder: str) -> None:
     root = ROOT / "tests" / folder
     paths = sorted(root.rglob("*.py") if folder else root.glob("*.py"))

@@ -75,7 +75,7 @@ class EngineHost:
         self._device = device
         self._on_broken = on_broken
         self._channel_limits = channel_limits
-        self._max_step_s = max_step_s
+        self.max_step_s = max_step_s
         self._failures = FailureLog()
         self._changed = threading.Condition(threading.Lock())
         """Guards the channels, sequences, commands, load and `_closed`, and wakes the engine's thread."""
@@ -261,7 +261,7 @@ class EngineHost:
     # The watchdog's thread.
 
     def _give_up(self) -> None:
-        reason = f"the engine: a step takes longer than `max_step_s`, {self._max_step_s:g} s"
+        reason = f"the engine: a step takes longer than `max_step_s`, {self.max_step_s:g} s"
         logger.error("%s", reason)
         try:
             with self._changed:

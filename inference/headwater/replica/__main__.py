@@ -32,6 +32,7 @@ from headwater.runtime.watchdog import WATCHDOG_FILE, Watchdog
 from headwater.tuning import keep_freed_memory
 from headwater.user_folders import put_on_path
 from headwater.wire.handshake import ReplicaSpec, ReplicaStatus, failure_of
+from headwater.wire.link import Link
 
 __all__ = ["main"]
 
@@ -52,7 +53,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     directory = Path(sys.argv[2])
     spec = msgspec.json.decode((directory / "spec.json").read_bytes(), type=ReplicaSpec)
-    status_fd, binder = int(sys.argv[3]), BinderClient(int(sys.argv[4]), directory)
+    status_fd, binder = int(sys.argv[3]), BinderClient(Link(int(sys.argv[4])), directory)
     os.set_inheritable(status_fd, False)
 
     reporting = threading.RLock()

@@ -34,12 +34,12 @@ class BinderClient:
     """Sends requests to a binder, and receives its answers.
 
     Args:
-        fd: descriptor of the socket to the binder.
+        link: this process's end of the link to the binder.
         directory: the replica's folder.
     """
 
-    def __init__(self, fd: int, directory: Path) -> None:
-        self._link = Link(fd)
+    def __init__(self, link: Link, directory: Path) -> None:
+        self._link = link
         self._directory = directory
         self._lock = threading.Lock()
         self._is_watched = True

@@ -403,7 +403,7 @@ async def test_a_replica_that_has_ended_meanwhile_is_not_waited_for(monkeypatch:
 async def test_what_operators_have_changed_outlives_a_supervisor() -> None:
     storage: dict[str, bytes] = {}
     served = config(a={}, b={"replicas": {"min": 1, "max": 2}}, c={})
-    async with clustered(storage) as ray, supervised(ray, served) as (bench, gateway):
+    async with clustered(storage) as ray, supervised(ray, served) as (_bench, gateway):
         await until(lambda: all(gateway.ids(name) for name in "abc"))
         await gateway.tell("scale", "b", min=2, max=3)
         assert _Desired.decoded(storage[DESIRED]).bounds["b"].max == 3  # the answer comes after this

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headwater.engine import Engine, Sampling, SequenceRequest, TokenEvent
+from headwater.lm.slot_engine import SlotEngine
+from headwater.lm.slot_rows import SlotRows
 
 VOCAB_SIZE = 96
 CONTEXT = 128
@@ -89,6 +92,17 @@ def by_id(events: Sequence[TokenEvent]) -> dict[str, list[TokenEvent]]:
         assert [event.index for event in all_events] == list(range(len(all_events)))
         assert all(event.finish is None and event.token is not None for event in all_events[:-1])
     return found
+
+
+def rows_of(engine: SlotEngine) -> SlotRows:
+    """The rows of the engine's cache."""
+    # private: no caller asks how much memory the cache has, or what is known of its content, but both have bounds
+    return engine._rows
+
+
+def held(engine: SlotEngine) -> int:
+    """Tokens that the engine's cache has memory for."""
+    return math.prod(rows_of(engine).cache.shape)
 
 
 def tokens(events: Sequence[TokenEvent]) -> list[int]:

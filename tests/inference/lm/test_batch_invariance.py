@@ -224,6 +224,7 @@ class TestEveryWayToComputeIsInvariant:
     @pytest.mark.parametrize("first", range(1, len(invariant_attention.SHAPES)))
     def test_of_attention(self, logits: Logits, monkeypatch: pytest.MonkeyPatch, first: int) -> None:
         shapes = invariant_attention.SHAPES[first:]
+        # private: the shape for this CPU is measured once in a process; only in its place another is taken
         monkeypatch.setattr(invariant_attention, "_shape", lambda *key: shapes[0])
         assert_same(logits, tiny(**LONG), request("mine", prompt_of(250), 12, sampled(1)))
 

@@ -39,7 +39,7 @@ def test_the_generation_configuration_comes_first(folder: Path) -> None:
 def test_dtype_and_attention_are_as_asked_for(folder: Path) -> None:
     model = load_causal_lm(folder, dtype="bfloat16", attention="eager").model
     assert model.dtype == torch.bfloat16
-    assert model.config._attn_implementation == "eager"
+    assert model.config._attn_implementation == "eager"  # private: transformers has no public name for reading it
     engine = SlotEngine(model)
     engine.check()
     assert len(tokens(run(engine, request("a", prompt_of(9), 5))["a"])) == 5

@@ -195,33 +195,52 @@ def test_steps_that_cannot_be_recorded_are_computed_kernel_by_kernel(
     assert recorder.recordings == 0
 
 
+class Sizes:
+    """Graphs of steps whose logits are their rows and length. Notes the steps that are computed, not repeated."""
+
+    def __init__(self) -> None:
+        self.computed: list[tuple[int, int]] = []
+        self.graphs = DecodeGraphs(
+            self._step, lambda: lambda compute: Recording(lambda: None, compute()), torch.device("cpu")
+        )
+        self.cache = SlotCache(1, max_rows=64, max_tokens=2**21, has_spare=True)
+        self.cache.fit(64, 2**15)
+
+    def _step(self, cache: SlotCache, given: StepInputs, length: int) -> torch.Tensor:
+        self.computed.append((len(given.rows), length))
+        return torch.tensor(self.computed[-1:]).repeat(len(given.rows), 1)
+
+    def of(self, rows: int, length: int) -> tuple[int, int]:
+        """The rows and the length of the graph for so many sequences, the longest of which has this length."""
+        logits = self.graphs.run(self.cache, [0] * rows, [length - 1] * rows, [0] * rows)
+        assert logits is not None
+        size, padded = logits[0].tolist()
+        return size, padded
+
+
 def test_only_so_many_graphs_are_kept() -> None:
-    recordings: list[tuple[int, int]] = []
-
-    def step(cache: SlotCache, given: StepInputs, length: int) -> torch.Tensor:
-        recordings.append((len(given.rows), length))
-        return torch.zeros(len(given.rows), 3)
-
-    graphs = DecodeGraphs(step, lambda: lambda compute: Recording(lambda: None, compute()), torch.device("cpu"))
-    cache = SlotCache(1, max_rows=32, max_tokens=2**20, has_spare=True)
-    cache.fit(32, 2**15)
+    made = Sizes()
     sizes = [(rows, 256 * number) for rows in (1, 2, 4, 8, 16, 24, 32) for number in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)]
     for rows, length in sizes:
         for _ in range(3):
-            graphs.run(cache, [0] * rows, [length - 1] * rows, [0] * rows)
-    assert recordings == [size for size in sizes for _ in range(2)]
-    assert list(graphs._graphs) == sizes[-GRAPHS:]
+            assert made.of(rows, length) == (rows, length)
+    assert made.computed == [size for size in sizes for _ in range(2)]
+    made.computed.clear()
+    for size in (*sizes[-GRAPHS:], sizes[-GRAPHS - 1]):
+        made.of(*size)
+    assert made.computed == [sizes[-GRAPHS - 1]]
 
 
 @pytest.mark.parametrize(
     ("count", "rows"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 16), (17, 24), (32, 32), (33, 40)]
 )
 def test_rows_of_a_graph(count: int, rows: int) -> None:
-    assert decode_graphs._padded_rows(count) == rows
+    assert Sizes().of(count, 1) == (rows, 256)
 
 
 def test_lengths_of_graphs_are_at_most_a_fourth_more_than_needed() -> None:
-    found = {length: decode_graphs._padded_length(length) for length in range(1, 9_000)}
+    made = Sizes()
+    found = {length: made.of(1, length)[1] for length in range(1, 9_000)}
     assert all(length <= padded <= max(256, length * 1.25) or length <= 1024 for length, padded in found.items())
     assert all(length <= padded < length + 256 for length, padded in found.items() if length <= 2048)
     assert len({padded for length, padded in found.items() if length <= 2**13}) <= 20
@@ -229,16 +248,24 @@ def test_lengths_of_graphs_are_at_most_a_fourth_more_than_needed() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_graphs_give_what_kernels_one_by_one_give() -> None:
+def test_on_a_gpu_graphs_give_what_kernels_one_by_one_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    replays: list[torch.cuda.CUDAGraph] = []
+    replay = torch.cuda.CUDAGraph.replay
+
+    def replayed(graph: torch.cuda.CUDAGraph) -> None:
+        replays.append(graph)
+        replay(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replayed)
     model = tiny().to("cuda")
     requests = [request(str(length), prompt_of(length), 30) for length in (3, 9, 30, 1, 60)]
     found = []
     for cuda_graphs in (True, False):
         engine = SlotEngine(model, max_sequences=8, prefill_chunk=16, cuda_graphs=cuda_graphs)
         engine.check()
+        replays.clear()
         found.append({id: tokens(events) for id, events in run(engine, *requests).items()})
-        graphs = engine._model._graphs
-        assert (graphs is not None and any(graphs._graphs.values())) == cuda_graphs
+        assert bool(replays) == cuda_graphs
     for one in requests:
         expected, leads = generated(tiny(), one.prompt, one.max_tokens)
         for tokens_ in found:

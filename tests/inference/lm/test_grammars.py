@@ -355,8 +355,9 @@ def test_compiled_grammars_are_shared_and_bounded(monkeypatch: pytest.MonkeyPatc
     for count in range(6):
         run(engine, request("a", PROMPT, 2, grammar=DIGITS))
         run(engine, request("a", PROMPT, 2, grammar=Grammar("regex", f"[0-9]{{{count + 4}}}", "form")))
-    assert len(grammars._compilations) == 3
-    assert grammars._compilations["regex", DIGITS.text] is first  # used all along
+    assert grammars.compile(DIGITS, "") is first  # used all along
+    others = [Grammar("regex", f"[0-9]{{{count + 4}}}", "form") for count in range(6)]
+    assert [grammars.compile(other, "").is_done for other in others] == [False] * 4 + [True] * 2
 
 
 def test_tokenizers_that_the_library_does_not_know_are_named() -> None:

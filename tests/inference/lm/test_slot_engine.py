@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from headwater.engine import EngineFull, RequestRejected, RequestTooLong, Sampling, TokenEvent
 from headwater.errors import ReplicaError
 from headwater.lm import sampling as sampling_module
+from headwater.lm.slot_cache import SlotCache
 from headwater.lm.slot_engine import SlotEngine
 from headwater.runtime.capacity import Capacity
 from tests.inference.lm.llamas import (
@@ -22,8 +23,10 @@ from tests.inference.lm.llamas import (
     by_id,
     differs,
     generated,
+    held,
     prompt_of,
     request,
+    rows_of,
     run,
     tiny,
     tokens,
@@ -35,12 +38,6 @@ SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=7)
 
 def engine_of(model: Any = LLAMA, **options: Any) -> SlotEngine:
     return SlotEngine(model, **{"max_sequences": 32, "prefill_chunk": 16, **options})
-
-
-def held(engine: SlotEngine) -> int:
-    """Tokens that the engine's cache has memory for."""
-    rows, length = engine._rows.cache.shape
-    return rows * length
 
 
 class Poisoned:
@@ -471,17 +468,18 @@ class TestMemory:
     def test_that_runs_out_once_a_token_is_drawn_changes_no_drawn_token(
         self, model: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        requests = [request(str(n), [5, 6, 7], 12, Sampling(temperature=1.5, seed=n)) for n in range(2)]
+        samplings = [Sampling(temperature=1.5, seed=n, logprobs=0) for n in range(2)]
+        requests = [request(str(n), [5, 6, 7], 12, sampling) for n, sampling in enumerate(samplings)]
         expected = {id: tokens(events) for id, events in run(engine_of(model), *requests).items()}
-        logprobs, failures = sampling_module._logprobs, []
+        logprobs_of, failures = sampling_module.logprobs_of, []
 
         def short(logits: torch.Tensor, *rest: Any) -> Any:
             if len(logits) > 1:
                 failures.append(len(logits))
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-            return logprobs(logits, *rest)
+            return logprobs_of(logits, *rest)
 
-        monkeypatch.setattr(sampling_module, "_logprobs", short)
+        monkeypatch.setattr(sampling_module, "logprobs_of", short)
         assert {id: tokens(events) for id, events in run(engine_of(model), *requests).items()} == expected
         assert failures
 
@@ -526,14 +524,14 @@ class TestMemory:
         engine = engine_of(model, max_sequences=4)
         requests = [(prompt_of(5, n), 20) for n in range(4)]
         expected = [generated(model, *one) for one in requests]
-        fit = engine._rows.cache.fit
+        fit = SlotCache.fit
 
-        def fail(rows: int, length: int) -> None:
+        def fail(cache: SlotCache, rows: int, length: int) -> None:
             if rows > 2:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            fit(rows, length)
+            fit(cache, rows, length)
 
-        monkeypatch.setattr(engine._rows.cache, "fit", fail)
+        monkeypatch.setattr(SlotCache, "fit", fail)
         found = run(engine, *(request(str(n), *one) for n, one in enumerate(requests)))
         for number, one in enumerate(expected):
             differs(tokens(found[str(number)]), *one)
@@ -565,9 +563,9 @@ class TestMemory:
         Short(monkeypatch, model, rows=1)
         for number in range(4):
             engine.submit(request(str(number), prompt_of(5, number), 9))
-        events = engine.step() + engine.step()
-        assert len(engine._put_off) == 3
-        assert engine.cancel(engine._put_off[0].request.id)
+        events = engine.step() + engine.step() + engine.step()
+        assert (engine.active, {event.id for event in events}) == (4, {"3"})
+        assert engine.cancel("0")
         while engine.has_work:
             events += engine.step()
         assert sorted(str(event.finish) for event in events if event.finish) == ["cancelled", *["length"] * 3]
@@ -619,7 +617,7 @@ class TestTheCache:
     def test_is_freed_for_the_device_whenever_the_cache_has_another_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
         freed: list[tuple[int, int]] = []
         engine = engine_of(tiny(max_position_embeddings=2048), prefill_chunk=1024)
-        monkeypatch.setattr("headwater.lm.slot_cache.free_memory", lambda: freed.append(engine._rows.cache.shape))
+        monkeypatch.setattr("headwater.lm.slot_cache.free_memory", lambda: freed.append(rows_of(engine).cache.shape))
         run(engine, request("a", prompt_of(5), 5))
         run(engine, request("b", prompt_of(300), 5))
         assert freed == [(1, 256), (1, 512)]

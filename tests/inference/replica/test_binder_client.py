@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ class Sides:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        self.client, self.binder = BinderClient(ours.detach(), Path("folder")), Link(theirs.detach())
+        self.link, self.binder = Link(ours.detach()), Link(theirs.detach())
+        self.client = BinderClient(self.link, Path("folder"))
         self.noticed: queue.SimpleQueue[ReplicaError] = queue.SimpleQueue()
         self.client.watch(self.noticed.put)
 
@@ -34,7 +36,7 @@ def sides() -> Iterator[Sides]:
     found = Sides()
     yield found
     found.binder.close()
-    found.client._link.close()
+    found.link.close()
 
 
 def test_a_failure_is_noticed_before_anything_is_asked(sides: Sides) -> None:
@@ -54,18 +56,23 @@ def test_an_end_is_noticed_while_the_model_loads(sides: Sides) -> None:
 def test_a_warm_up_receives_its_answers_itself(sides: Sides) -> None:
     stages: list[str] = []
     answers = [ReplicaStatus("progress", "one"), ReplicaStatus("done", facts={"nvidia-pytriton": "1"})]
-    # They would be taken from it if they came before it asked, as no binder's do.
-    sides.client._end_watch()
-    for answer in answers:
-        sides.binder.send(answer)
-    assert sides.client.warm_up(SIGNATURE, [1], stages.append) == {"nvidia-pytriton": "1"}
-    assert sides.binder.receive(WarmUpRequest).sizes == [1]
+
+    def answer() -> list[int]:
+        request = sides.binder.receive(WarmUpRequest)
+        for status in answers:
+            sides.binder.send(status)
+        return request.sizes
+
+    with ThreadPoolExecutor(1) as binder:
+        sizes = binder.submit(answer)
+        assert sides.client.warm_up(SIGNATURE, [1], stages.append) == {"nvidia-pytriton": "1"}
+    assert sizes.result() == [1]
     assert stages == ["one"]
     assert sides.noticed.empty()
 
 
 def test_a_failure_is_told_once(sides: Sides) -> None:
-    sides.client._end_watch()  # the thread that asks comes first
+    sides.client._end_watch()  # private: the asking thread comes first, which only the scheduler decides
     sides.binder.send(FAILED)
     sides.binder.close()
     with pytest.raises(BinderFailed, match="Triton did not start"):

@@ -219,12 +219,17 @@ def test_what_opens_a_gpu_when_it_is_imported_is_not_forked(started: Any, tmp_pa
     assert started("greedy").socket.recv(100) == b"the imports opened a GPU"
 
 
-def test_a_package_that_is_installed_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    before = preloaded._installed()
-    assert preloaded._installed() == before
-    (tmp_path / "torch-2.dist-info").mkdir()
-    assert preloaded._installed() != before
+def test_after_a_package_was_installed_nothing_is_forked(started: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    (tmp_path / "elsewhere.py").write_text(f"import sysconfig\nsysconfig.get_path = lambda name: {str(packages)!r}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    one = started("elsewhere")
+    assert one.socket.recv(100) == READY
+    (packages / "torch-2.dist-info").mkdir()
+    with Path(os.devnull).open() as file:
+        socket.send_fds(one.socket, [b"a request"], [file.fileno()])
+    assert one.socket.recv(100) == b"packages were installed or removed"
 
 
 def test_it_ends_with_the_supervisor(started: Any) -> None:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from headwater.engine import EngineLimits, SequenceRequest
+from headwater.engine import EngineLimits, Sampling, SequenceRequest
 from headwater.errors import DeclarationError, LoadError
 from headwater.lm.engine_host import EngineHost
 from headwater.lm.loading import SlotOptions, lm_signature, plan_language_model
@@ -32,6 +32,7 @@ from headwater.wire.frame import FRAME, decode_frame
 from headwater.wire.handshake import ReplicaSpec, ReplicaStatus
 from headwater_server.binder.warmup_lm import counts, submits
 from headwater_server.process.sweep import Journal, segments_mapped_by, sweep_replica
+from tests.inference.lm.llamas import request, run
 from tests.running import processes_of
 
 TINY = "lm:headwater.zoo:weights/tiny_lm"
@@ -197,7 +198,7 @@ def test_how_long_a_step_may_take_is_told_to_the_host_and_to_no_engine(folder: P
     served = load_language_model(spec_of(f"lm:{folder}", **options), lambda said: None, broken.append)
     try:
         assert isinstance(served.runner, EngineHost)
-        assert served.runner._max_step_s == 0.3
+        assert served.runner.max_step_s == 0.3
     finally:
         served.unload()
 
@@ -270,8 +271,11 @@ def test_the_engine_that_is_built_in_has_the_models_ends(monkeypatch: pytest.Mon
     assert checked == [engine]
     assert (engine.limits.max_sequences, engine.limits.max_waiting, engine.limits.context_length) == (2, 1, 30)
     generation = json.loads((plan_language_model(TINY, {}).folder / "generation_config.json").read_text())
-    ends = generation["eos_token_id"]
-    assert engine._eos_ids == frozenset([ends] if isinstance(ends, int) else ends)  # type: ignore[attr-defined]
+    ends = np.atleast_1d(generation["eos_token_id"]).tolist()
+    other = next(token for token in range(9) if token not in ends)
+    biased = {token: Sampling(temperature=0, logit_bias={token: 1000.0}) for token in (*ends, other)}
+    answers = run(engine, *(request(str(token), [5], 2, sampling) for token, sampling in biased.items()))
+    assert {id for id, events in answers.items() if events[-1].finish == "stop"} == set(map(str, ends))
 
 
 @pytest.mark.parametrize("context_length", [1, 2, 5, 1000])

@@ -18,7 +18,7 @@ from headwater.pipeline import FeatureCacheSpec
 from headwater.runtime.feature_cache import ROW_BYTES, THREAD_BYTES
 from headwater.runtime.fused import FusedPipeline
 from headwater.wire.frame import CacheCount
-from tests.pipelines import Stage, Word, ask, fused, only, rows
+from tests.pipelines import Stage, Word, ask, fused, only, plan_of, rows
 
 Array = np.ndarray[Any, Any]
 
@@ -157,8 +157,10 @@ def test_each_key_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_signature_says_whether_calls_must_say_whose_rows_they_have() -> None:
     for per_key in (True, False):
-        one, _ = pipeline(FeatureCacheSpec(1 << 20, per_key=per_key))
-        assert one._plan.signature.by_key is per_key
+        cache = FeatureCacheSpec(1 << 20, per_key=per_key)
+        models = {"trunk": Trunk("torch"), "a": Stage(abs, ["features"], "y")}
+        plan = plan_of(models, ["a"], caches={"trunk": cache})
+        assert plan.signature.by_key is per_key
 
 
 def test_they_end_with_their_time(monkeypatch: pytest.MonkeyPatch) -> None:

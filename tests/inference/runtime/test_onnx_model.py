@@ -243,11 +243,19 @@ def test_a_row_that_is_wrong_fails_alone(identity: Write) -> None:
 
 
 def test_what_the_environment_says_of_threads(identity: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions: list[onnxruntime.InferenceSession] = []
+
+    class Session(onnxruntime.InferenceSession):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            sessions.append(self)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
     model = open_model(str(identity(FLOAT, ["n", 2])), {})
     for text, threads in (("3", 3), ("2,1", 2), ("many", 0), ("", 0)):
         monkeypatch.setenv("OMP_NUM_THREADS", text)
         model.load("cpu")
-        options = model._session.get_session_options()
+        options = sessions[-1].get_session_options()
         assert (options.intra_op_num_threads, options.inter_op_num_threads) == (threads, 1)
         assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
     model.unload()
@@ -266,17 +274,16 @@ def test_on_a_gpu_a_new_shape_is_not_measured_with_every_algorithm(
     asked: list[Any] = []
 
     class Session:
+        def __init__(self, *args: Any, providers: Any) -> None:
+            asked.append(providers)
+
         def get_providers(self) -> list[str]:
             return [CUDA]
-
-    def opened(self: Any, providers: Any) -> Session:
-        asked.append(providers)
-        return Session()
 
     model = open_model(str(identity(FLOAT, ["n", 2])), {})
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CUDA, CPU])
     monkeypatch.setattr(onnxruntime, "preload_dlls", lambda: None)
-    monkeypatch.setattr(type(model), "_open", opened)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Session)
     model.load("cuda:1")
     assert asked == [[(CUDA, {"device_id": 1, "cudnn_conv_algo_search": "HEURISTIC"}), CPU]]
 

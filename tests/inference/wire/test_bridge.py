@@ -369,7 +369,7 @@ def test_the_end_of_an_instance_cancels_its_calls(serve: Any) -> None:
     request = Request(x=[1])
     model.execute([request])
     assert request.frames.get(timeout=TIMEOUT_S)[0] == {"y": [1]}
-    model._socket.shutdown(2)
+    model.finalize()
     assert ends.get(timeout=TIMEOUT_S) == "cancelled"
 
 

@@ -82,15 +82,6 @@ def test_no_gradient_is_recorded(model: Digits) -> None:
     assert not model(image=torch.zeros(1, 1, 8, 8))["logits"].requires_grad
 
 
-def test_trunk_and_head_are_the_network(model: Digits, unseen: LabelledImages) -> None:
-    net = model._net
-    images = torch.from_numpy(unseen.images[:4])
-    with torch.inference_mode():
-        features = net.trunk(images)
-        assert features.shape == (4, FEATURES)
-        assert torch.equal(net.head(features), net(images))
-
-
 def test_its_signature() -> None:
     signature = Signature.of(Digits(), name="digits", max_batch_size=64)
     assert signature.inputs == (TensorSpec("image", "FP32", (1, 8, 8)),)
