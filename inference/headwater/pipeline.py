@@ -375,7 +375,7 @@ def _joined(step: str, wire: Wire, taken: TensorSpec, producer: Signature) -> Te
 
 def _add_input(inputs: dict[str, tuple[str, TensorSpec]], step: str, name: str, tensor: TensorSpec) -> None:
     """Add a step's input to the pipeline's inputs. Each pipeline input is stored with the first step that takes it."""
-    new = TensorSpec(name, tensor.datatype, tensor.shape, tensor.optional)
+    new = msgspec.structs.replace(tensor, name=name, labels=())
     first, pipeline_input = inputs.setdefault(name, (step, new))
     shape = _unified(pipeline_input.shape, tensor.shape)
     if shape is None or pipeline_input.datatype != tensor.datatype:
@@ -384,7 +384,16 @@ def _add_input(inputs: dict[str, tuple[str, TensorSpec]], step: str, name: str, 
             f"{tensor_text(pipeline_input.datatype, pipeline_input.shape)}, "
             f"step `{step}` {tensor_text(tensor.datatype, tensor.shape)}"
         )
-    inputs[name] = first, TensorSpec(name, pipeline_input.datatype, shape, pipeline_input.optional and tensor.optional)
+    example_shape = pipeline_input.example_shape or tensor.example_shape
+    inputs[name] = (
+        first,
+        msgspec.structs.replace(
+            pipeline_input,
+            shape=shape,
+            optional=pipeline_input.optional and tensor.optional,
+            example_shape=tuple(size if dim < 0 else dim for dim, size in zip(shape, example_shape, strict=False)),
+        ),
+    )
 
 
 def _signature(

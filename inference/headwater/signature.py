@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -33,6 +34,11 @@ class TensorSpec(msgspec.Struct, frozen=True):
     optional: bool = False
     labels: tuple[str, ...] = ()
     """The meaning of each position of the last dimension; empty if not declared."""
+    dimensions: tuple[str, ...] = ()
+    """A name for each dimension, empty for a dimension without a name; no names at all if none is declared."""
+    example_shape: tuple[int, ...] = ()
+    """The shape of an example row, if the model has no example of this tensor; empty: ``shape`` with 1 for each
+    dimension that varies."""
 
 
 class HeadSpec(msgspec.Struct, frozen=True):
@@ -153,16 +159,20 @@ class Signature(msgspec.Struct, frozen=True):
                 fix="remove `cache`",
             )
 
+    @property
+    def invented(self) -> list[TensorSpec]:
+        """The inputs of an example row for which the model has no example."""
+        return [spec for spec in self.inputs if not spec.optional and spec.name not in (self.example or {})]
+
     def example_row(self) -> dict[str, Any]:
         """A row by input name, as nested lists: the model's example, completed with zeros or the text ``example``.
         Optional inputs without an example are left out."""
         row = dict(self.example or {})
-        for spec in self.inputs:
-            if spec.name not in row and not spec.optional:
-                shape = [max(dim, 1) for dim in spec.shape]
-                dtype = np.dtype("f4") if spec.datatype == "BF16" else DATATYPES[spec.datatype].numpy
-                neutral = np.full(shape, "example", dtype) if dtype.hasobject else np.zeros(shape, dtype)
-                row[spec.name] = neutral.tolist()
+        for spec in self.invented:
+            shape = spec.example_shape or [max(dim, 1) for dim in spec.shape]
+            dtype = np.dtype("f4") if spec.datatype == "BF16" else DATATYPES[spec.datatype].numpy
+            neutral = np.full(shape, "example", dtype) if dtype.hasobject else np.zeros(shape, dtype)
+            row[spec.name] = neutral.tolist()
         return row
 
     @classmethod
@@ -173,7 +183,7 @@ class Signature(msgspec.Struct, frozen=True):
             DeclarationError: the declarations contradict each other; the message names the model and the field.
         """
         kind = type(model).__name__
-        inputs = _tensors(kind, "inputs", model.inputs)
+        inputs = _tensors(kind, "inputs", model.inputs, model.example_sizes)
         outputs = _tensors(kind, "outputs", model.outputs)
         for spec in outputs:
             if spec.optional:
@@ -221,16 +231,29 @@ class Signature(msgspec.Struct, frozen=True):
         )
 
 
-def _tensors(kind: str, where: str, declared: object) -> tuple[TensorSpec, ...]:
+def _tensors(
+    kind: str, where: str, declared: object, sizes: Mapping[str, int] = MappingProxyType({})
+) -> tuple[TensorSpec, ...]:
     if not isinstance(declared, (list, tuple)) or not all(isinstance(tensor, Tensor) for tensor in declared):
         raise DeclarationError(f"{kind}.{where}: expected a list of Tensor, got {declared!r}")
     if not declared:
         raise DeclarationError(f"{kind}.{where}: expected at least one Tensor, got none")
     _check_unique(f"{kind}.{where}", [tensor.name for tensor in declared])
     return tuple(
-        TensorSpec(tensor.name, tensor.datatype, tuple(tensor.shape), tensor.optional, tuple(tensor.labels))
+        TensorSpec(
+            tensor.name, tensor.datatype, tuple(tensor.shape), tensor.optional, tuple(tensor.labels),
+            tuple(tensor.dimensions), _example_shape(tensor, sizes),
+        )
         for tensor in declared
-    )
+    )  # fmt: skip
+
+
+def _example_shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """See `TensorSpec.example_shape`."""
+    if sizes.keys().isdisjoint(tensor.dimensions):
+        return ()
+    named = zip(tensor.shape, tensor.dimensions, strict=True)
+    return tuple(sizes.get(name, 1) if dim < 0 else dim for dim, name in named)
 
 
 def _check_method(kind: str, name: str, method: Callable[..., Any], expected: str, *args: Any, **kwargs: Any) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -101,6 +101,7 @@ class AlwaysFails(Model):
 
     inputs = (Tensor("x", "FP32", [1]),)
     outputs = (Tensor("y", "FP32", [1]),)
+    example: ClassVar = {"x": [2.0]}
 
     def __init__(self, when: str) -> None:
         self.when = when

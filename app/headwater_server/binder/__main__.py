@@ -94,7 +94,7 @@ def _warm_up(triton: EmbeddedTriton, pid: int, spec: ReplicaSpec, link: Link) ->
     if spec.is_language_model:
         warmup_lm.warm_up(request.signature, triton, spec, progress)
     else:
-        warmup.warm_up(request.signature, triton, spec, request.sizes, progress)
+        warmup.warm_up(request, triton, spec, lambda event, text: link.send(ReplicaStatus(event, text)))
     facts = {f"{OWN_SIDE}{name}": installed_version(name) or "unknown" for name in ("numpy", "nvidia-pytriton")}
     link.send(ReplicaStatus("done", facts={f"{OWN_SIDE}python": platform.python_version(), **facts}))
     os._exit(0)

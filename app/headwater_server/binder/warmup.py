@@ -7,8 +7,9 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, Final, Literal
 
 import grpc
 import msgspec
@@ -17,9 +18,9 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from headwater.datatypes import DATATYPES
 from headwater.errors import FAULTS, ModelUnfit, ReplicaError
 from headwater.signature import Signature, TensorSpec
-from headwater.wire.example_rows import example_rows
+from headwater.wire.example_rows import example_hint, example_rows
 from headwater.wire.frame import decode_frame
-from headwater.wire.handshake import ReplicaSpec
+from headwater.wire.handshake import ReplicaSpec, WarmUpRequest
 from headwater.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, decode_reports
 from headwater.wire.shared_memory import (
     ANSWER_HEAD_BYTES,
@@ -34,7 +35,11 @@ from headwater_server.binder.embedded_triton import EmbeddedTriton, UnixConnecti
 
 __all__ = ["grpc_outputs", "warm_up"]
 
-_RAISED = re.compile(r"(?:(?:step|model) `[^`]*`: )?(\w+)(?::|\Z)")
+LONGEST_CALL_S: Final = 5.0
+"""Seconds that a call of the warm-up may take; from the first call on that would take longer, sizes are left out."""
+_OF_VALUES: Final = (Status.RAISED, Status.BAD_INPUT, Status.BAD_OUTPUT)
+"""Outcomes that other values of the inputs may change."""
+_RAISED: Final = re.compile(r"(?:(?:step|model) `[^`]*`: )?(\w+)(?::|\Z)")
 """Matches the exception's class at the beginning of the message of a row whose call raised."""
 
 Input = tuple[TensorSpec, bytes, list[int]]
@@ -42,35 +47,56 @@ Input = tuple[TensorSpec, bytes, list[int]]
 
 
 def warm_up(
-    signature: Signature,
+    request: WarmUpRequest,
     triton: EmbeddedTriton,
     spec: ReplicaSpec,
-    sizes: Sequence[int],
-    progress: Callable[[str], None],
+    report: Callable[[Literal["progress", "warning"], str], None],
 ) -> None:
-    """Call the model once with each of these numbers of rows. A pipeline is called with all its heads.
+    """Call the model once with each of the request's numbers of rows. A pipeline is called with all its heads.
+
+    If a call fails and an input has no example, the model may be right and only the invented values wrong: the warm-up
+    then ends with a warning.
+
+    Args:
+        request: what to call.
+        triton: the replica's Triton.
+        spec: the replica's specification.
+        report: called with each stage, and with each warning.
 
     Raises:
-        ReplicaError: a call failed; the message includes the callable's message. `ModelUnfit`: it would fail again.
+        ReplicaError: a call with the model's own example failed, or Triton did; the message includes the callable's
+            message. `ModelUnfit`: it would fail again.
     """
+    signature = request.signature
     row = signature.example_row()
     call = _call_over_grpc if signature.is_framed else _call_over_http
-    for number, rows in enumerate(sizes, start=1):
-        progress(f"warming up, batch of {rows} ({number}/{len(sizes)})")
+    expected_s = 0.0
+    for number, rows in enumerate(request.sizes, start=1):
+        if request.skips_slow and expected_s * rows > LONGEST_CALL_S:
+            report(
+                "progress",
+                f"warming up, batches of {rows} and more left out: each would take {expected_s * rows:.0f} s",
+            )
+            return
+        report("progress", f"warming up, batch of {rows} ({number}/{len(request.sizes)})")
         inputs = [
             (tensor_spec, *example_rows(tensor_spec, row[tensor_spec.name], rows))
             for tensor_spec in signature.inputs
             if tensor_spec.name in row
         ]
-        for report in call(signature, triton, spec, inputs, rows):
-            if report.status is Status.OK:
-                continue
-            hint = ""
-            if report.status in (Status.RAISED, Status.BAD_INPUT):
-                tried = json.dumps(row, default=str)[:300]
-                hint = f". The values tried were {tried}; if the model can't take these, declare `example` in it"
-            kind = ModelUnfit if _is_permanent(report) else ReplicaError
-            raise kind(f"warm-up with a batch of {rows}: {report.message}{hint}")
+        begun_s = time.monotonic()
+        reports = call(signature, triton, spec, inputs, rows)
+        expected_s = (time.monotonic() - begun_s) / rows
+        if (failed := next((found for found in reports if found.status is not Status.OK), None)) is None:
+            continue
+        failure = f"warm-up with a batch of {rows}: {failed.message}"
+        if not signature.invented or failed.status not in _OF_VALUES:
+            raise (ModelUnfit if _is_permanent(failed) else ReplicaError)(failure)
+        report(
+            "warning",
+            f"served without a warm-up, so the first requests take longer. {failure}. {example_hint(signature)}",
+        )
+        return
 
 
 def _is_permanent(report: RowReport) -> bool:

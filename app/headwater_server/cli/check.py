@@ -348,6 +348,12 @@ def _python(python: Mapping[str, Any]) -> str:
 
 def _tensors(specs: Sequence[Mapping[str, Any]]) -> str:
     return ", ".join(
-        f"{spec['name']} {spec['datatype']} [{', '.join(map(str, spec['shape']))}]{'?' if spec['optional'] else ''}"
+        f"{spec['name']} {spec['datatype']} [{', '.join(_dimensions(spec))}]{'?' if spec['optional'] else ''}"
         for spec in specs
     )
+
+
+def _dimensions(spec: Mapping[str, Any]) -> list[str]:
+    """The dimensions of a tensor: names of those that vary, if they have names, and sizes."""
+    names = spec["dimensions"] or [""] * len(spec["shape"])
+    return [name if dim < 0 and name else str(dim) for dim, name in zip(spec["shape"], names, strict=True)]

@@ -441,6 +441,8 @@ class ReplicaProcess:
         if status.event == "progress":
             logger.info("%s: %s", self.id, status.text)
             self._on_progress(status.text)
+        elif status.event == "warning":
+            logger.warning("%s: %s", self.id, status.text)
         elif status.event == "ready":
             self.imported = status.imported
             self.signature = msgspec.convert(status.signature, Signature)

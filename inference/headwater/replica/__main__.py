@@ -119,7 +119,8 @@ def _serve(
     signature = served.signature
     progress("starting Triton")
     served.answer_calls(directory)
-    binder_facts = binder.warm_up(signature, served.warmup_sizes, progress)
+    skips_slow = spec.warmup_batch_sizes is None and not served.compiled
+    binder_facts = binder.warm_up(signature, served.warmup_sizes, report, skips_slow=skips_slow)
     served.end_warm_up()
     tuning.settle()
     write_probe(directory, signature, spec.token, spec.load_timeout_s)

@@ -63,23 +63,26 @@ class BinderClient:
         """
         self._ask(BindRequest(str(self._directory), msgspec.structs.replace(signature, example=None)))
 
-    def warm_up(self, signature: Signature, sizes: Sequence[int], progress: Callable[[str], None]) -> dict[str, str]:
+    def warm_up(
+        self, signature: Signature, sizes: Sequence[int], report: Callable[[ReplicaStatus], None], *, skips_slow: bool
+    ) -> dict[str, str]:
         """Wait until Triton serves the model, and have the binder call the model through Triton. Returns the binder's
         facts.
 
         Args:
             signature: the model's signature, now complete.
             sizes: the numbers of rows of the calls. For a language model they follow from its limits.
-            progress: called with each stage.
+            report: called with each stage, as a ``progress``, and with each ``warning``.
+            skips_slow: see `WarmUpRequest.skips_slow`.
 
         Raises:
             BinderFailed: Triton did not start, or a call failed; the message includes the callable's message.
             ReplicaError: the binder has ended.
         """
         self._end_watch()
-        self._ask(WarmUpRequest(signature, list(sizes)))
-        while (answer := self._receive()).event == "progress":
-            progress(answer.text)
+        self._ask(WarmUpRequest(signature, list(sizes), skips_slow))
+        while (answer := self._receive()).event != "done":
+            report(answer)
         self._link.close()
         return answer.facts
 

@@ -71,7 +71,8 @@ class Finding(msgspec.Struct, frozen=True):
     problems: tuple[dict[str, str], ...] = ()
     """Problems, each as the fields of a `headwater.errors.Problem`."""
     notes: tuple[str, ...] = ()
-    """Notes for the operator about choices that Headwater made for a language model."""
+    """Notes for the operator: choices that Headwater made for a language model, and a call with invented values that
+    failed."""
 
 
 def probe(request: ProbeRequest) -> Iterator[Finding]:
@@ -100,7 +101,9 @@ def probe(request: ProbeRequest) -> Iterator[Finding]:
     if request.device.startswith("cuda"):
         problems += _device_problems(title, request.device)
     if request.loads and not problems:
-        problems += _load(title, request)
+        loading_problems, warning = _load(title, request)
+        problems += loading_problems
+        notes += (warning,) if warning else ()
     yield Finding(request.name, "", signature, tuple(asdict(problem) for problem in problems), notes)
 
 
@@ -133,8 +136,8 @@ def _try(
         return None, [Problem(title, f"{reference}: {problem.reason}", problem.fix)], ()
 
 
-def _load(title: str, request: ProbeRequest) -> list[Problem]:
-    """The problems that keep a deployment's models from being loaded and called."""
+def _load(title: str, request: ProbeRequest) -> tuple[list[Problem], str]:
+    """The problems that keep a deployment's models from being loaded and called, and a warning; see `try_loading`."""
     from headwater.replica.trial import try_loading  # imports modules that only this function needs
 
     spec = ReplicaSpec(
@@ -143,14 +146,13 @@ def _load(title: str, request: ProbeRequest) -> list[Problem]:
         device=request.device,
     )  # fmt: skip
     try:
-        try_loading(spec)
+        return [], try_loading(spec)
     except LoadError as error:
-        return [Problem(title, error.problem.reason, error.problem.fix)]
+        return [Problem(title, error.problem.reason, error.problem.fix)], ""
     except ModelError as error:
-        return [Problem(title, str(error), "correct the fault that the reason names")]
+        return [Problem(title, str(error), "correct the fault that the reason names")], ""
     except Exception as error:  # of the user's code
-        return [problem_of(error, title, "loading it")]
-    return []
+        return [problem_of(error, title, "loading it")], ""
 
 
 def _device_problems(title: str, wanted: str) -> list[Problem]:

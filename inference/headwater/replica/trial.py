@@ -18,7 +18,7 @@ from headwater.runtime.fused import FusedPipeline
 from headwater.runtime.runner import Runner
 from headwater.signature import TensorSpec
 from headwater.wire.arrays import Array
-from headwater.wire.example_rows import example_rows
+from headwater.wire.example_rows import example_hint, example_rows
 from headwater.wire.frame import FRAME, decode_frame
 from headwater.wire.handshake import ReplicaSpec
 from headwater.wire.report import HEADWATER, REPORT, CallNote, Status, decode_reports
@@ -26,12 +26,13 @@ from headwater.wire.report import HEADWATER, REPORT, CallNote, Status, decode_re
 __all__ = ["try_loading"]
 
 
-def try_loading(spec: ReplicaSpec) -> None:
+def try_loading(spec: ReplicaSpec) -> str:
     """Load a deployment's models, call them with their example, and unload them. Of a stream only the first frame is
-    awaited. A language model is only loaded, which includes a check.
+    awaited. A language model is only loaded, which includes a check. Returns a warning if a call with invented values
+    failed, else an empty text.
 
     Raises:
-        ModelError: loading or the call failed; the message says what failed and why.
+        ModelError: loading failed, or a call with the models' own example; the message says what failed and why.
         Exception: an exception of the models' code.
     """
     served = load_served(spec, lambda stage: None, lambda reason: None)
@@ -41,8 +42,17 @@ def try_loading(spec: ReplicaSpec) -> None:
         elif isinstance(served.runner, Sequence):
             for runner in served.runner:
                 asyncio.run(_call(served, runner))
+    except _TrialFailed as failure:
+        if not served.signature.invented:
+            raise
+        return f"{failure}. {example_hint(served.signature)}"
     finally:
         served.unload()
+    return ""
+
+
+class _TrialFailed(ReplicaError):
+    """A model answered the call with an error that other values may change."""
 
 
 async def _call(served: Served, runner: Runner) -> None:
@@ -70,7 +80,8 @@ def _request(served: Served, note: CallNote) -> Any:
 
 def _check(status: Status, message: str) -> None:
     if status is not Status.OK:
-        raise ReplicaError(f"warm-up with a batch of 1: {message}")
+        is_of_values = status in (Status.RAISED, Status.BAD_INPUT, Status.BAD_OUTPUT)
+        raise (_TrialFailed if is_of_values else ReplicaError)(f"warm-up with a batch of 1: {message}")
 
 
 def _example(tensor: TensorSpec, value: object) -> Array:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from headwater.errors import DeclarationError, LoadError, Problem
 from headwater.model import Model, Tensor
 from headwater.runtime.module_state import changed, copies, program_writes, state_problem
-from headwater.runtime.tensor_options import WITHOUT_BATCH, new_names, served_name
+from headwater.runtime.tensor_options import WITHOUT_BATCH, named_dimensions, new_names, served_name
 from headwater.runtime.values import TORCH_NAMES, joined_runs
 
 if TYPE_CHECKING:
@@ -261,7 +261,8 @@ class ExportedModel(Model):
         """An input or output with rows of this shape."""
         dims = [dim if isinstance(dim, int) else -1 for dim in shape]
         try:
-            tensor = Tensor(self._named.get(name, served_name(name)), datatype, dims or [1])
+            dimensions = named_dimensions(shape)
+            tensor = Tensor(self._named.get(name, served_name(name)), datatype, dims or [1], dimensions=dimensions)
         except DeclarationError as error:
             raise self._error(
                 f"{kind} {name!r}: {error}", f"name it in options: `rename: {{{name!r}: ...}}`"

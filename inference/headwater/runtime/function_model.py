@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from headwater.errors import LoadError, Problem
 from headwater.model import Model
-from headwater.runtime.tensor_options import check_names, declared_tensors
+from headwater.runtime.tensor_options import EXAMPLES, check_names, declared_tensors, set_example
 
 __all__ = ["FunctionModel", "open_function"]
 
@@ -58,20 +58,22 @@ class _AsyncGenerator(FunctionModel):
             await results.aclose()
 
 
-def open_function(reference: str, function: Callable[..., Any], options: Mapping[str, Any]) -> FunctionModel:
+def open_function(
+    reference: str, function: Callable[..., Any], options: Mapping[str, Any], search: Sequence[str] = ()
+) -> FunctionModel:
     """Make a model of a function, plain or async, or of a generator that streams.
 
     Its arguments are the inputs by name, numpy arrays with the batch axis first, or torch tensors with the option
     ``arrays: torch``. It returns or yields a dict of arrays by output name, or a single array if there is only one
     output.
 
-    The options are ``inputs``, ``outputs`` and ``arrays``.
+    The options are ``inputs``, ``outputs`` and ``arrays``, and ``example`` and ``sizes`` (see `set_example`).
 
     Raises:
         LoadError: an option is unknown, missing or invalid, or the function takes other arguments.
     """
     title = f"model {reference}"
-    check_names(title, options, ["inputs", "outputs", "arrays"])
+    check_names(title, options, ["inputs", "outputs", "arrays", *EXAMPLES])
     inputs, outputs = (declared_tensors(title, options, where) for where in ("inputs", "outputs"))
     arrays = options.get("arrays", "numpy")
     if arrays not in ("numpy", "torch"):
@@ -99,4 +101,5 @@ def open_function(reference: str, function: Callable[..., Any], options: Mapping
     declared = {"inputs": inputs, "outputs": outputs, "arrays": arrays, "function": staticmethod(function)}
     origin = {"__doc__": function.__doc__, "__module__": function.__module__}
     model: FunctionModel = type(function.__name__, (base,), {**declared, **origin})()
+    set_example(title, model, options, search)
     return model

@@ -160,7 +160,7 @@ def load_model(reference: str, options: Mapping[str, Any], search: Sequence[str]
     if type(target) is FunctionType:  # by `type`, because decorators' objects only claim to be functions
         from headwater.runtime.function_model import open_function
 
-        return open_function(reference, target, options)
+        return open_function(reference, target, options, search)
     return construct(_checked_class(reference, target), options)
 
 

@@ -16,11 +16,16 @@ from headwater.model import Model, Tensor
 from headwater.reference import find_path
 from headwater.runtime.tensor_options import (
     BATCH,
+    EXAMPLES,
+    SHAPES,
     WITHOUT_BATCH,
     asks_batch_axis,
     check_names,
+    corrected_shapes,
+    named_dimensions,
     new_names,
     served_name,
+    set_example,
 )
 from headwater.runtime.values import joined_runs
 from headwater.wire.arrays import Array, as_objects
@@ -71,6 +76,7 @@ class OnnxModel(Model):
     Args:
         path: the file.
         rename: maps names of inputs and outputs in the file to names in requests.
+        shapes: the shapes of rows of inputs and outputs that the file declares wrongly, by name in the file.
         has_batch_axis: if not, a row is one run with tensors of the file's shapes, and a scalar is declared as [1].
 
     Raises:
@@ -79,7 +85,14 @@ class OnnxModel(Model):
 
     _session: Any
 
-    def __init__(self, path: Path, *, rename: Mapping[str, str] | None = None, has_batch_axis: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        rename: Mapping[str, str] | None = None,
+        shapes: Mapping[str, Sequence[int | str]] | None = None,
+        has_batch_axis: bool = True,
+    ) -> None:
         self._path = path
         self._has_batch_axis = has_batch_axis
         self.takes_one_row = not has_batch_axis  # type: ignore[misc]
@@ -88,7 +101,9 @@ class OnnxModel(Model):
         # Opened without optimization, only to read its declarations; `load` opens it again for the device.
         session = self._open([CPU], optimize=False)
         inputs, outputs = session.get_inputs(), session.get_outputs()
-        named = new_names(self._title, rename, [node.name for node in (*inputs, *outputs)])
+        names = [node.name for node in (*inputs, *outputs)]
+        named = new_names(self._title, rename, names)
+        self._shapes = corrected_shapes(self._title, shapes, names)
         self._inputs = self._ports("input", inputs, named)
         self._outputs = self._ports("output", outputs, named)
         if has_batch_axis:
@@ -241,9 +256,12 @@ class OnnxModel(Model):
                 f"{WITHOUT_BATCH}",
             )
         dims = [dim if isinstance(dim, int) else -1 for dim in row_shape]
+        dimensions = named_dimensions(row_shape)
+        if node.name in self._shapes:
+            dims, dimensions = self._shapes[node.name]
         name = named.get(node.name, served_name(node.name))
         try:
-            tensor = Tensor(name, datatype, dims or [1])
+            tensor = Tensor(name, datatype, dims or [1], dimensions=dimensions)
         except DeclarationError as error:
             raise self._error(
                 f"{where}: {error}", f"export it otherwise, or name it in options: `rename: {{{node.name!r}: ...}}`"
@@ -254,17 +272,20 @@ class OnnxModel(Model):
 def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()) -> OnnxModel:
     """Find an ONNX file, as `find_path` does, and make a model of it, not yet loaded.
 
-    The options are ``rename`` (see `OnnxModel`), and ``batch: none`` for a file without a batch axis.
+    The options are ``rename`` and ``shapes`` (see `OnnxModel`), ``batch: none`` for a file without a batch axis, and
+    ``example`` and ``sizes`` (see `set_example`).
 
     Raises:
         LoadError: there is no such file, or no such option, or the file can't be served.
     """
     title = f"model onnx:{path}"
-    check_names(title, options, ["rename", BATCH])
+    check_names(title, options, ["rename", SHAPES, BATCH, *EXAMPLES])
+    file = find_path(title, path, search, "file")
     has_batch_axis = asks_batch_axis(title, options)
-    return OnnxModel(
-        find_path(title, path, search, "file"), rename=options.get("rename"), has_batch_axis=has_batch_axis
-    )
+    rename, shapes = options.get("rename"), options.get(SHAPES)
+    model = OnnxModel(file, rename=rename, shapes=shapes, has_batch_axis=has_batch_axis)
+    set_example(title, model, options, search)
+    return model
 
 
 def _unreadable(message: str, version: str) -> tuple[str, str]:

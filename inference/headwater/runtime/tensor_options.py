@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+import zipfile
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from headwater.errors import DeclarationError, LoadError, Problem, did_you_mean
-from headwater.model import Tensor
+from headwater.model import Model, Tensor
+from headwater.reference import find_path
+from headwater.signature import Signature, TensorSpec
+from headwater.wire.example_rows import example_rows
 
 __all__ = [
-    "BATCH", "WITHOUT_BATCH", "asks_batch_axis", "check_names", "declared_tensors", "new_names", "served_name",
+    "BATCH", "EXAMPLES", "SHAPES", "WITHOUT_BATCH", "asks_batch_axis", "check_names", "corrected_shapes",
+    "declared_tensors", "named_dimensions", "new_names", "served_name", "set_example",
 ]  # fmt: skip
 
 BATCH: Final = "batch"
@@ -18,6 +26,14 @@ BATCH: Final = "batch"
 WITHOUT_BATCH: Final = (
     "set `options.batch: none` to serve the file as it is, one request per call with tensors of the file's own shapes"
 )
+
+EXAMPLES: Final = ("example", "sizes")
+"""The options that say with which values a model is warmed up."""
+SHAPES: Final = "shapes"
+"""The option that corrects shapes which a file declares wrongly."""
+_DIMENSION: Final = re.compile(r"[A-Za-z_][\w.:/-]{0,63}")
+LARGEST_ROW: Final = 1 << 28
+"""Maximum number of elements of an input of an example row."""
 
 EXAMPLE: Final = "`inputs: [{name: x, datatype: FP32, shape: [4]}]`, the shape of one row"
 WITHOUT_FILE: Final = "without a configuration with `--set 'deployments.NAME.options={inputs: [...], outputs: [...]}'`"
@@ -72,6 +88,132 @@ def asks_batch_axis(title: str, options: Mapping[str, Any]) -> bool:
     return batch is None
 
 
+def set_example(title: str, model: Model, options: Mapping[str, Any], search: Sequence[str] = ()) -> None:
+    """Give a model the example of its options ``example`` and ``sizes``.
+
+    ``example`` is a row by input name: nested lists, or the path of an ``.npy`` file; or the path of an ``.npz`` file
+    with an array for each input. ``sizes`` has the sizes of dimensions by their names (`Tensor.dimensions`).
+
+    Args:
+        title: begins the message of an error.
+        model: the model, which must not be loaded yet.
+        options: the deployment's options.
+        search: folders in which relative paths are searched, besides the working folder.
+
+    Raises:
+        LoadError: an option has another form, names an unknown input or dimension, names a file that can't be read, or
+            the example doesn't fit the inputs.
+    """
+    specs = {spec.name: spec for spec in Signature.of(model, name="model", max_batch_size=1).inputs}
+    if (example := options.get("example")) is not None:
+        rows = _rows(title, example, specs, search)
+        for name, value in rows.items():
+            try:
+                example_rows(specs[name], value, 1)
+            except DeclarationError as error:
+                raise LoadError(Problem(title, f"options.{error}", f"correct `options.example.{name}`")) from error
+        model.example = {name: np.asarray(value).tolist() for name, value in rows.items()}  # type: ignore[misc]
+    if (sizes := options.get("sizes")) is not None:
+        model.example_sizes = _sizes(title, sizes, specs.values())  # type: ignore[misc]
+
+
+def _rows(title: str, example: Any, specs: Mapping[str, TensorSpec], search: Sequence[str]) -> Mapping[str, Any]:
+    """The values of the option ``example`` by input name, not checked yet."""
+    form = "write a row by input name, such as `example: {x: [1, 2, 3]}`, or the path of an .npz file"
+    if isinstance(example, str) and example.endswith(".npz"):
+        example = _read(title, example, search)
+    if not isinstance(example, Mapping):
+        raise LoadError(Problem(title, f"options.example: expected a mapping by input name, got {example!r:.80}", form))
+    for name in example:
+        if name not in specs:
+            reason = f"options.example: there is no input {name!r}; the inputs are {', '.join(specs)}"
+            raise LoadError(Problem(title, f"{reason}{did_you_mean(str(name), list(specs))}", "correct the name"))
+    return {
+        name: _read(title, value, search) if isinstance(value, str) and value.endswith(".npy") else value
+        for name, value in example.items()
+    }
+
+
+def _read(title: str, path: str, search: Sequence[str]) -> Any:
+    """The array in an ``.npy`` file, or the arrays in an ``.npz`` file by name."""
+    file = find_path(title, path, search, "file")
+    try:
+        content = np.load(file, allow_pickle=False)
+        return dict(content) if path.endswith(".npz") else content
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        reason = f"options.example: {file} can't be read as numpy's arrays: {error}"
+        raise LoadError(Problem(title, reason, "write it with numpy.save or numpy.savez")) from error
+
+
+def _sizes(title: str, sizes: Any, inputs: Collection[TensorSpec]) -> Mapping[str, int]:
+    """The option ``sizes``, checked."""
+    names = [
+        name for spec in inputs for dim, name in zip(spec.shape, spec.dimensions, strict=False) if dim < 0 and name
+    ]
+    names = list(dict.fromkeys(names))
+    known = f"the dimensions that vary and have names are {', '.join(names)}" if names else "no dimension has a name"
+    if not isinstance(sizes, Mapping):
+        reason = f"options.sizes: expected sizes by the names of dimensions, got {sizes!r:.80}; {known}"
+        raise LoadError(Problem(title, reason, "write it such as `sizes: {height: 640, width: 640}`"))
+    for name, size in sizes.items():
+        if name not in names:
+            reason = f"options.sizes: the inputs have no dimension {name!r}; {known}{did_you_mean(str(name), names)}"
+            fix = "correct the name" if names else "give the model an `example` in place of `sizes`"
+            raise LoadError(Problem(title, reason, fix))
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            reason = f"options.sizes.{name}: expected a whole number of 1 or more, got {size!r:.80}"
+            raise LoadError(Problem(title, reason, "correct the size"))
+    for spec in inputs:
+        names_of_dims = spec.dimensions or [""] * len(spec.shape)
+        shape = [sizes.get(name, 1) if dim < 0 else dim for dim, name in zip(spec.shape, names_of_dims, strict=True)]
+        if math.prod(shape) > LARGEST_ROW:
+            reason = f"options.sizes: input {spec.name!r} would have the shape {shape}, over {LARGEST_ROW} elements"
+            raise LoadError(Problem(title, reason, "choose smaller sizes"))
+    return sizes
+
+
+def corrected_shapes(title: str, shapes: Any, names: Sequence[str]) -> Mapping[str, tuple[list[int], list[str]]]:
+    """Read the option ``shapes``: for each named input or output, the shape of a row and the names of its dimensions.
+
+    Args:
+        title: begins the message of an error.
+        shapes: shapes by name in the file; a dimension is a size, -1, or the name of a dimension that varies.
+        names: the names in the file.
+
+    Raises:
+        LoadError: the option has another form, or the file has no such input or output.
+    """
+    if shapes is None:
+        return {}
+    fix = f"write it such as `shapes: {{{names[0]!r}: [time, 80]}}`, the shape of one row"
+    if not isinstance(shapes, Mapping):
+        reason = f"options.{SHAPES}: expected shapes by names of inputs and outputs, got {shapes!r:.80}"
+        raise LoadError(Problem(title, reason, fix))
+    for name in shapes:
+        if name not in names:
+            reason = f"options.{SHAPES}: the file has no {name!r}; it has {', '.join(names)}"
+            raise LoadError(Problem(title, reason, "correct the name"))
+    return {name: split_shape(title, f"options.{SHAPES}.{name}", shape, fix) for name, shape in shapes.items()}
+
+
+def split_shape(title: str, place: str, shape: object, fix: str) -> tuple[list[int], list[str]]:
+    """The sizes of a shape, with -1 for each dimension that varies, and the dimensions' names; no names if no dimension
+    has a name.
+
+    Raises:
+        LoadError: the shape is not a list of numbers and names; the message begins with ``place``.
+    """
+    if not isinstance(shape, list) or any(isinstance(dim, bool) or not isinstance(dim, (int, str)) for dim in shape):
+        raise LoadError(Problem(title, f"{place}: expected a list of sizes and names, got {shape!r:.80}", fix))
+    return [-1 if isinstance(dim, str) else dim for dim in shape], named_dimensions(shape)
+
+
+def named_dimensions(shape: Sequence[object]) -> list[str]:
+    """The names of a shape's dimensions, empty for a size or a formula; no names if no dimension has a name."""
+    names = [str(dim) if not isinstance(dim, int | None) and _DIMENSION.fullmatch(str(dim)) else "" for dim in shape]
+    return names if any(names) else []
+
+
 def new_names(title: str, rename: object, names_in_file: Sequence[str]) -> Mapping[str, str]:
     """Read the option ``rename``: names in requests by name in the file. ``title`` begins the message of an error.
 
@@ -109,14 +251,14 @@ def _tensor(title: str, place: str, declaration: object, fix: str) -> Tensor:
     for field in _REQUIRED:
         if field not in declaration:
             raise LoadError(Problem(title, f"{place}: `{field}` is required, but missing", fix))
-    for field in ("shape", "labels"):
-        if not isinstance(declaration.get(field, []), list):
-            raise LoadError(Problem(title, f"{place}.{field}: expected a list, got {declaration[field]!r:.80}", fix))
+    if not isinstance(declaration.get("labels", []), list):
+        raise LoadError(Problem(title, f"{place}.labels: expected a list, got {declaration['labels']!r:.80}", fix))
+    shape, dimensions = split_shape(title, f"{place}.shape", declaration["shape"], fix)
     if not isinstance(declaration.get("optional", False), bool):
         raise LoadError(
             Problem(title, f"{place}.optional: expected true or false, got {declaration['optional']!r:.80}", fix)
         )
     try:
-        return Tensor(**declaration)
+        return Tensor(**{**declaration, "shape": shape, "dimensions": dimensions})
     except (DeclarationError, TypeError) as error:  # TypeError: a datatype that is not a text
         raise LoadError(Problem(title, f"{place}: {error}", "correct the declaration")) from error

@@ -14,7 +14,14 @@ from headwater.reference import find_path
 from headwater.runtime.compiled import COMPILE
 from headwater.runtime.exported_model import ExportedModel
 from headwater.runtime.module_state import STATEFUL, asks_stateful, changed, copies, script_writes, state_problem
-from headwater.runtime.tensor_options import BATCH, asks_batch_axis, check_names, declared_tensors
+from headwater.runtime.tensor_options import (
+    BATCH,
+    EXAMPLES,
+    asks_batch_axis,
+    check_names,
+    declared_tensors,
+    set_example,
+)
 from headwater.runtime.values import joined_runs
 
 if TYPE_CHECKING:
@@ -150,8 +157,8 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
     """Find a file of torch, as `find_path` does, and make a model of it, not yet loaded.
 
     The options of a file of torch.export are ``rename`` (see `ExportedModel`) and ``compile``; the options of a
-    TorchScript file are ``inputs`` and ``outputs`` (see `ScriptModel`). Both have ``stateful``, and ``batch: none`` for
-    a file without a batch axis.
+    TorchScript file are ``inputs`` and ``outputs`` (see `ScriptModel`). Both have ``stateful``, ``batch: none`` for a
+    file without a batch axis, and ``example`` and ``sizes`` (see `set_example`).
 
     Raises:
         LoadError: there is no such file, or no such option, or the file can't be served.
@@ -161,25 +168,29 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
     kind = _kind(title, file)
     check_installed(title, "torch", "torch")
     if kind == "exported":
-        check_names(title, options, ["rename", BATCH, STATEFUL, COMPILE])
-        return ExportedModel(
+        check_names(title, options, ["rename", BATCH, STATEFUL, COMPILE, *EXAMPLES])
+        model: Model = ExportedModel(
             file,
             rename=options.get("rename"),
             has_batch_axis=asks_batch_axis(title, options),
             is_stateful=asks_stateful(title, options),
         )
+        set_example(title, model, options, search)
+        return model
     if COMPILE in options:
         reason = f"options.{COMPILE}: torch.compile doesn't take TorchScript"
         raise LoadError(Problem(title, reason, f"remove `options.{COMPILE}`, or {_TRY_EXPORT}"))
-    check_names(title, options, ["inputs", "outputs", BATCH, STATEFUL])
+    check_names(title, options, ["inputs", "outputs", BATCH, STATEFUL, *EXAMPLES])
     inputs, outputs = (declared_tensors(title, options, where) for where in ("inputs", "outputs"))
-    return ScriptModel(
+    model = ScriptModel(
         file,
         inputs,
         outputs,
         has_batch_axis=asks_batch_axis(title, options),
         is_stateful=asks_stateful(title, options),
     )
+    set_example(title, model, options, search)
+    return model
 
 
 def _kind(title: str, file: Path) -> Literal["exported", "script"]:

@@ -7,16 +7,31 @@ import numpy as np
 from headwater.datatypes import DATATYPES, float32_to_bf16, pack_bytes
 from headwater.errors import DeclarationError
 from headwater.pipeline import tensor_text
-from headwater.signature import TensorSpec
+from headwater.signature import Signature, TensorSpec
 from headwater.wire.arrays import fits
 
-__all__ = ["batch_sizes", "example_rows"]
+__all__ = ["batch_sizes", "example_hint", "example_rows"]
 
 
 def batch_sizes(max_batch_size: int) -> list[int]:
     """Powers of two up to ``max_batch_size``, and ``max_batch_size`` itself."""
     sizes = [1 << power for power in range(max_batch_size.bit_length()) if 1 << power < max_batch_size]
     return [*sizes, max_batch_size]
+
+
+def example_hint(signature: Signature) -> str:
+    """Which values of an example row were invented, and how to give the model an example."""
+    tried = ", ".join(
+        f"`{spec.name}` {'example texts' if spec.datatype == 'BYTES' else 'zeros'} of shape "
+        f"{list(spec.example_shape) or [max(dim, 1) for dim in spec.shape]}"
+        for spec in signature.invented
+    )
+    names = dict.fromkeys(name for spec in signature.invented for name in spec.dimensions if name)
+    sizes = f", or the sizes of dimensions: `options.sizes` with {', '.join(names)}" if names else ""
+    return (
+        f"The values tried were invented: {tried}; if the model can't take them, give it an example: `example` in its "
+        f"class, `options.example` for a file or function{sizes}"
+    )
 
 
 def example_rows(spec: TensorSpec, value: object, rows: int) -> tuple[bytes, list[int]]:

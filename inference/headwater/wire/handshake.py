@@ -4,7 +4,8 @@ request to fork a replica, and the messages between a replica's host and its bin
 A replica has two sides. Its host loads and runs the model under the deployment's Python. Its binder, under Headwater's
 Python, has PyTriton bind the model to an embedded Triton, and then becomes that Triton. The host sends requests over a
 `headwater.wire.link`: first a `BindRequest`, then a `WarmUpRequest`. The binder answers the `WarmUpRequest` with any
-number of ``progress`` statuses and a ``done``. It answers either request with ``failed`` if an error occurs.
+number of ``progress`` and ``warning`` statuses and a ``done``. It answers either request with ``failed`` if an error
+occurs.
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
 class ReplicaStatus(msgspec.Struct, omit_defaults=True):
     """A line on the status pipe, from the host or the guardian; also a binder's answer to its host."""
 
-    event: Literal["progress", "ready", "limited", "failed", "unloaded", "ending", "ended", "done"]
+    event: Literal["progress", "warning", "ready", "limited", "failed", "unloaded", "ending", "ended", "done"]
     """The kind of status. Only a binder sends ``done``."""
     text: str = ""
-    """In ``progress`` the stage; in ``failed``, ``ending`` and ``ended`` the reason; in ``limited`` a text about the
-    change."""
+    """In ``progress`` the stage; in ``warning`` the warning; in ``failed``, ``ending`` and ``ended`` the reason; in
+    ``limited`` a text about the change."""
     cause: str = ""
     """In ``failed``: the reason as shown to clients: the error's class and message, with paths cut to their last
     part."""
@@ -136,6 +137,8 @@ class WarmUpRequest(msgspec.Struct, frozen=True):
     """The model's complete signature."""
     sizes: list[int]
     """Numbers of rows of the calls. For a language model the numbers of sequences follow from its limits instead."""
+    skips_slow: bool = False
+    """Whether calls that would take long are left out, and all larger calls."""
 
 
 READY: Final = b"ready"

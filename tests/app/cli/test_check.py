@@ -802,6 +802,14 @@ class TestWhatCannotStart:
         (problem,) = findings[True].problems
         assert "warm-up with a batch of 1: RuntimeError: no such operator" in problem["reason"]
 
+    def test_a_model_that_fails_with_invented_values_is_served_with_a_note(self, tmp_path: Path) -> None:
+        (tmp_path / "models.py").write_text(FAILING.replace("example =", "other ="))
+        found = finding(tmp_path, "models:Failing", loads=True)
+        assert found.problems == ()
+        (note,) = found.notes
+        assert "warm-up with a batch of 1: RuntimeError: no such operator. The values tried were invented: " in note
+        assert "`x` zeros of shape [1]" in note
+
     def test_a_model_that_fails_to_load_is_found_by_loading(self, tmp_path: Path) -> None:
         (tmp_path / "models.py").write_text(FAILING)
         assert finding(tmp_path, "models:Unloadable").problems == ()
@@ -880,6 +888,7 @@ from headwater import Model, Tensor
 class Failing(Model):
     inputs = [Tensor("x", "FP32", (1,))]
     outputs = [Tensor("y", "FP32", (1,))]
+    example = {"x": [1.0]}
 
     def __call__(self, x):
         raise RuntimeError("no such operator")
@@ -891,6 +900,7 @@ class Unloadable(Failing):
 class Head(Failing):
     inputs = [Tensor("y", "FP32", (-1,))]
     outputs = [Tensor("z", "FP32", (1,))]
+    example = {"y": [1.0]}
 
     def __call__(self, y):
         raise RuntimeError("no such operator")
@@ -906,6 +916,7 @@ from headwater import Model, Tensor
 class Endless(Model):
     inputs = [Tensor("x", "FP32", (1,))]
     outputs = [Tensor("y", "FP32", (1,))]
+    example = {"x": [1.0]}
 
     def __call__(self, x):
         while True:

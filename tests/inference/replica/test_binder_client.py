@@ -54,20 +54,24 @@ def test_an_end_is_noticed_while_the_model_loads(sides: Sides) -> None:
 
 
 def test_a_warm_up_receives_its_answers_itself(sides: Sides) -> None:
-    stages: list[str] = []
-    answers = [ReplicaStatus("progress", "one"), ReplicaStatus("done", facts={"nvidia-pytriton": "1"})]
+    reported: list[ReplicaStatus] = []
+    answers = [
+        ReplicaStatus("progress", "one"), ReplicaStatus("warning", "two"),
+        ReplicaStatus("done", facts={"nvidia-pytriton": "1"}),
+    ]  # fmt: skip
 
-    def answer() -> list[int]:
+    def answer() -> WarmUpRequest:
         request = sides.binder.receive(WarmUpRequest)
         for status in answers:
             sides.binder.send(status)
-        return request.sizes
+        return request
 
     with ThreadPoolExecutor(1) as binder:
-        sizes = binder.submit(answer)
-        assert sides.client.warm_up(SIGNATURE, [1], stages.append) == {"nvidia-pytriton": "1"}
-    assert sizes.result() == [1]
-    assert stages == ["one"]
+        request = binder.submit(answer)
+        facts = sides.client.warm_up(SIGNATURE, [1], reported.append, skips_slow=True)
+    assert facts == {"nvidia-pytriton": "1"}
+    assert request.result() == WarmUpRequest(SIGNATURE, [1], True)
+    assert reported == answers[:2]
     assert sides.noticed.empty()
 
 

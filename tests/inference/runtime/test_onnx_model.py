@@ -18,13 +18,13 @@ from onnx import TensorProto, helper, numpy_helper
 
 from examples.training.export_digit_head import ONNX_FILE
 from headwater.errors import BadInput, BadOutput, LoadError, ReplicaError
-from headwater.model import Model
+from headwater.model import Model, Tensor
 from headwater.runtime.loader import load_model
 from headwater.runtime.onnx_model import CPU, CUDA, OnnxModel, open_model
 from headwater.runtime.runner import Runner
 from headwater.runtime.step import Given
 from headwater.signature import Signature, TensorSpec
-from headwater.wire.arrays import Array, as_objects
+from headwater.wire.arrays import Array, as_objects, wire
 from headwater.wire.report import Status
 
 FLOAT = TensorProto.FLOAT
@@ -111,8 +111,11 @@ def test_its_signature_is_the_files(write: Write) -> None:
     inputs: list[Port] = [("ids", TensorProto.INT64, ["batch", "length", 3]), ("offset", FLOAT, [-1, "length", 3])]
     path = write(nodes, inputs, [("y", FLOAT, ["batch", None, 3])], doc_string="Adds.\n\nMore of it.")
     told = signature(open_model(str(path), {}))
-    assert told.inputs == (TensorSpec("ids", "INT64", (-1, 3)), TensorSpec("offset", "FP32", (-1, 3)))
-    assert told.outputs == (TensorSpec("y", "FP32", (-1, 3)),)
+    assert told.inputs == tuple(
+        TensorSpec(name, datatype, (-1, 3), dimensions=("length", ""))
+        for name, datatype in (("ids", "INT64"), ("offset", "FP32"))
+    )
+    assert told.outputs == (TensorSpec("y", "FP32", (-1, 3), dimensions=("length", "")),)
     assert told.description == "Adds."
 
 
@@ -361,6 +364,34 @@ def test_without_a_batch_axis_a_file_is_served_as_it_is(detector: Path) -> None:
         found = model(x=x[np.newaxis], h=h[np.newaxis], rate=rate.reshape(1, 1))
         np.testing.assert_array_equal(found["next_h"], expected[0][np.newaxis])
         np.testing.assert_array_equal(found["score"], [[expected[1]]])
+
+
+def test_a_shape_that_the_file_declares_wrongly_is_corrected(write: Write) -> None:
+    reshape = helper.make_node("Reshape", ["x", "shape"], ["y"])
+    path = write(
+        [reshape], [("x", FLOAT, ["n", 4])], [("y", FLOAT, [1, "n"])], initializers={"shape": np.array([-1, 2, 2])}
+    )
+    with pytest.raises(BadOutput, match=r"expected FP32 .*, got FP32 \[1, 3, 2, 2\]"):
+        wire_of(loaded(path, batch="none"))
+    model = loaded(path, batch="none", shapes={"y": ["rows", 2, 2]})
+    assert model.outputs == (Tensor("y", "FP32", [-1, 2, 2], dimensions=["rows", "", ""]),)
+    assert wire_of(model).shape == (1, 3, 2, 2)
+
+
+def wire_of(model: OnnxModel) -> Array:
+    """The output of a run with three rows, checked as a replica checks it."""
+    (output,) = signature(model).outputs
+    return wire(output, model(x=np.zeros((1, 3, 4), "f4"))["y"], 1)
+
+
+def test_dimensions_have_the_files_names(write: Write) -> None:
+    path = write(
+        [helper.make_node("Identity", ["x"], ["y"])],
+        [("x", FLOAT, ["batch", 3, "height", None])], [("y", FLOAT, ["batch", 3, "height + 1", None])],
+    )  # fmt: skip
+    model = loaded(path, sizes={"height": 8})
+    assert [tensor.dimensions for tensor in (*model.inputs, *model.outputs)] == [("", "height", ""), ()]
+    assert np.shape(signature(model).example_row()["x"]) == (3, 8, 1)
 
 
 def test_text_without_a_batch_axis(identity: Write) -> None:
