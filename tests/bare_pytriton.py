@@ -145,6 +145,7 @@ def main() -> None:
 
     server = pytriton.triton.Triton()
     # PyTriton's configurations are complete: without this Triton starts each model once more to ask for its own.
+    # private: `TritonConfig` has no such option
     server._triton_server_config["strict-model-config"] = True
     with server:
         pytriton.triton.Triton = Recorder

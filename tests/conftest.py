@@ -116,10 +116,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
     config.option.loadscopereorder = False  # the order above, rather than by number of tests
-    scheduling = LoadFileScheduling(config, log)
-    module_of = scheduling._split_scope
-    scheduling._split_scope = lambda nodeid: shared_server(config.rootpath / module_of(nodeid)) or module_of(nodeid)
-    return scheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module: str = super()._split_scope(nodeid)
+            return shared_server(config.rootpath / module) or module
+
+    return Scheduling(config, log)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 if sys.version_info >= (3, 11):
-    from re import _parser as parser
+    from re import _parser as parser  # private: Python has no public parser of expressions
 else:
     import sre_parse as parser
 

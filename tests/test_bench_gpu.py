@@ -167,9 +167,9 @@ def test_what_a_part_had_no_time_for_comes_after_the_others(
     script = "needs_s = 0 if recorder.has('one') else 1000; step('one'); step('two', needs_s=needs_s); recorder.end()"
     command = parts.command(script)
     monkeypatch.setattr(commands, "part_command", lambda device, is_tiny: command)
-    assert commands._run(["d", "a"], tmp_path, parts.report, float("inf"), is_anew=False) == 0
+    assert commands.run(["d", "a"], tmp_path, parts.report, float("inf"), is_anew=False) == 0
     assert parts.begun == ["one", "one", "two", "two"]
-    assert commands._run(["d", "a"], tmp_path, parts.report, float("inf"), is_anew=False) == 0
+    assert commands.run(["d", "a"], tmp_path, parts.report, float("inf"), is_anew=False) == 0
     assert parts.begun == ["one", "one", "two", "two"]
     assert (tmp_path / "gpu.md").read_text() == markdown(read(parts.path, Report))
 

@@ -58,10 +58,10 @@ def main() -> None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hw-gpu-")))
         folder.mkdir(parents=True, exist_ok=True)
         until_s = began_s + options.within
-        sys.exit(_run(wanted, folder, Report(device, options.cpu, machine), until_s, is_anew=options.again))
+        sys.exit(run(wanted, folder, Report(device, options.cpu, machine), until_s, is_anew=options.again))
 
 
-def _run(wanted: list[str], folder: Path, fresh: Report, until_s: float, *, is_anew: bool) -> int:
+def run(wanted: list[str], folder: Path, fresh: Report, until_s: float, *, is_anew: bool) -> int:
     """Run the parts until a time of `time.monotonic`. Returns the exit status."""
     path = folder / "gpu.json"
     report = _known(path, fresh)

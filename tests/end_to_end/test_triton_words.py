@@ -148,7 +148,7 @@ async def test_a_server_that_is_stopping_refuses_no_call_in_words_that_we_do_not
 def test_an_instance_that_does_not_start_is_tried_once(folder: Path) -> None:
     found = EmbeddedTriton(folder, TOKEN)
     found.bind_signature(SIGNATURE)
-    script = found._workspace.model_store_path / "m" / "1" / "model.py"
+    (script,) = folder.glob("w/*/m/1/model.py")
     script.chmod(0o644)
     script.write_text(
         f"{script.read_text()}\ndef _fail(self, args):\n    raise RuntimeError('not today')\n\n"

@@ -26,8 +26,10 @@ __all__ = ["library_path", "problems", "require", "versions", "without_other_lib
 OLDEST_PYTHON: Final = (3, 10)
 NEWEST_PYTHON: Final = (3, 12)
 
-_PYTHON: Final = f"{sys.version_info.major}.{sys.version_info.minor}"
-_LIBPYTHON: Final = f"libpython{_PYTHON}.so.1.0"
+PYTHON: Final = f"{sys.version_info.major}.{sys.version_info.minor}"
+"""This Python's version, as PyTriton names its stubs."""
+LIBPYTHON: Final = f"libpython{PYTHON}.so.1.0"
+"""The library that PyTriton's stub for this Python loads."""
 _LOADER_CACHE: Final = Path("/etc/ld.so.cache")
 
 
@@ -97,7 +99,7 @@ def _stub() -> Path | None:
     folder = package_folder("pytriton")
     if folder is None:
         return None
-    stub = folder / "tritonserver" / "python_backend_stubs" / _PYTHON / "triton_python_backend_stub"
+    stub = folder / "tritonserver" / "python_backend_stubs" / PYTHON / "triton_python_backend_stub"
     return stub if stub.exists() else None
 
 
@@ -140,16 +142,16 @@ def _stub_problem() -> Problem:
     )
     return Problem(
         "PyTriton's stub",
-        f"nvidia-pytriton {version} has no stub for Python {_PYTHON}, only for {', '.join(there) or 'no version'}",
+        f"nvidia-pytriton {version} has no stub for Python {PYTHON}, only for {', '.join(there) or 'no version'}",
         "install Headwater into a virtual environment of Python 3.10 to 3.12",
     )
 
 
 def _library_problems(path: str) -> Iterable[Problem]:
     """Check, by looking at files only, that the stub will find a libpython."""
-    if any(Path(entry, _LIBPYTHON).exists() for entry in path.split(":")):
+    if any(Path(entry, LIBPYTHON).exists() for entry in path.split(":")):
         return
-    if _LOADER_CACHE.exists() and _LIBPYTHON.encode() in _LOADER_CACHE.read_bytes():
+    if _LOADER_CACHE.exists() and LIBPYTHON.encode() in _LOADER_CACHE.read_bytes():
         return
     yield _missing_libpython(path)
 
@@ -158,7 +160,7 @@ def _deep_library_problems(stub: Path, path: str) -> Iterable[Problem]:
     # A stub that can be loaded, started without arguments, complains about the missing arguments and ends.
     status, output = run_command([str(stub)], {"LD_LIBRARY_PATH": path})
     loaded = status == 1 and "arguments" in output
-    if not loaded and _LIBPYTHON in output and "cannot open shared object file" in output:
+    if not loaded and LIBPYTHON in output and "cannot open shared object file" in output:
         yield _missing_libpython(path)
         return
     if not loaded:
@@ -189,9 +191,9 @@ def _missing_libpython(path: str) -> Problem:
     built = "" if sysconfig.get_config_var("Py_ENABLE_SHARED") else "; this Python was built without a shared library"
     return Problem(
         "libpython",
-        f"PyTriton's stub needs {_LIBPYTHON}, which is neither in {path.replace(':', ', ')} nor known to the "
+        f"PyTriton's stub needs {LIBPYTHON}, which is neither in {path.replace(':', ', ')} nor known to the "
         f"system's loader{built}",
-        f"install it (on Debian and Ubuntu: apt-get install libpython{_PYTHON}), or use a Python built with "
+        f"install it (on Debian and Ubuntu: apt-get install libpython{PYTHON}), or use a Python built with "
         "--enable-shared",
     )
 
@@ -200,7 +202,7 @@ def _libpython_of(stub: Path, path: str) -> str | None:
     """The file of libpython that the stub would load; the loader resolves it without running the stub. None if the
     loader finds none."""
     _, output = run_command([str(stub)], {"LD_LIBRARY_PATH": path, "LD_TRACE_LOADED_OBJECTS": "1"})
-    match = re.search(rf"{re.escape(_LIBPYTHON)} => (/.+) \(0x", output)
+    match = re.search(rf"{re.escape(LIBPYTHON)} => (/.+) \(0x", output)
     return match.group(1) if match else None
 
 

@@ -287,14 +287,16 @@ class ClusterSupervisor:
         """The desired state that is stored, or being stored by ``_storing``."""
         self._storing: asyncio.Task[None] | None = None
         context = Context(ray, epoch, tls, lambda: self._on_change(), self._give_way)
-        self._control = ControlServer(
+        self.control = ControlServer(
             self._answer,
             epoch,
             on_lost=lambda loss: self._orchestrator.note_loss(loss),
             on_workers=lambda: self._on_change(),
         )
-        self._children = ClusterProcesses(spec.config, spec.user_paths, context, self._control.drain, self._on_change)
-        self._orchestrator = Orchestrator(spec.config, self._children, self._control)
+        """Talks to the gateways."""
+        self.children = ClusterProcesses(spec.config, spec.user_paths, context, self.control.drain, self._on_change)
+        """Has Ray place the replicas, and runs the tasks."""
+        self._orchestrator = Orchestrator(spec.config, self.children, self.control)
 
     async def run(self, orders: asyncio.StreamReader, output: IO[str]) -> None:
         """Announce on the output that it serves, and serve until an order to stop comes; return when everything has
@@ -305,7 +307,7 @@ class ClusterSupervisor:
         has_taken_over = await self._take_over()
         node = os.environ.get("HEADWATER_NODE", "127.0.0.1")
         host = cluster.host or (node if self._tls is not None else "127.0.0.1")
-        port = await self._control.start_for_gateways(host, 0, self._token, self._tls, is_successor=has_taken_over)
+        port = await self.control.start_for_gateways(host, 0, self._token, self._tls, is_successor=has_taken_over)
         self._is_serving = True
         self._on_change()
         announcement = Announcement(
@@ -320,9 +322,9 @@ class ClusterSupervisor:
         )
         print(msgspec.json.encode(announcement).decode(), file=output, flush=True)
         for task in (self._watch_gateways(), self._watch_head(), self._reconcile()):
-            asyncio.create_task(task).add_done_callback(self._children.note_done)
+            asyncio.create_task(task).add_done_callback(self.children.note_done)
         reading = asyncio.create_task(orders.readline())
-        stopping = asyncio.create_task(self._children.stopping.wait())
+        stopping = asyncio.create_task(self.children.stopping.wait())
         await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not reading.done() or reading.result().strip() != b"stop":
             finish_log()
@@ -354,7 +356,7 @@ class ClusterSupervisor:
         for actor_name, actor in (await self._ray.replicas()).items():
             name = _deployment_of(actor_name.removeprefix(PREFIX))
             if name in sets and not sets[name].is_set_aside:
-                candidates.append((name, self._children.adopt(actor_name, actor, sets[name].config)))
+                candidates.append((name, self.children.adopt(actor_name, actor, sets[name].config)))
             else:
                 logger.warning("%s: ending this replica: its deployment is not served any more", actor_name)
                 await self._ray.kill(actor)
@@ -385,10 +387,10 @@ class ClusterSupervisor:
     def _on_change(self) -> None:
         if not self._is_serving:
             return
-        routes = self._orchestrator.routes(max(1, self._control.workers))
-        self._control.publish(RoutingTable(tuple(routes), draining=self._is_stopped))
+        routes = self._orchestrator.routes(max(1, self.control.workers))
+        self.control.publish(RoutingTable(tuple(routes), draining=self._is_stopped))
         desired = self._desired()
-        if desired != self._stored and not self._children.is_stopping:
+        if desired != self._stored and not self.children.is_stopping:
             self._stored = desired
             if self._storing is None or self._storing.done():
                 self._storing = asyncio.create_task(self._store())
@@ -429,7 +431,7 @@ class ClusterSupervisor:
 
     async def _watch_gateways(self) -> None:
         while True:
-            self._control.ping()
+            self.control.ping()
             await asyncio.sleep(PING_EVERY_S)
 
     async def _watch_head(self) -> None:
@@ -452,7 +454,7 @@ class ClusterSupervisor:
             except Exception as error:  # for example, Ray's head is gone
                 logger.error("Ray can't say which replicas there are: %s", error)
                 continue
-            unknown = {name for name in actors if name.removeprefix(PREFIX) not in self._children.replicas}
+            unknown = {name for name in actors if name.removeprefix(PREFIX) not in self.children.replicas}
             for name in unknown & suspects:  # seen twice: a replica seen once may be starting or ending
                 logger.warning("%s: ending this replica: it runs, but the supervisor does not know it", name)
                 await self._ray.kill(actors[name])
@@ -460,15 +462,15 @@ class ClusterSupervisor:
 
     def _give_way(self) -> None:
         logger.error("another supervisor has taken over; this supervisor stops")
-        self._children.stop()
+        self.children.stop()
 
     async def _stop(self) -> None:
         """Let gateways drain, end all replicas, and delete the stored desired state."""
         self._is_stopped = True
-        self._children.stop()
+        self.children.stop()
         self._on_change()
         deadline_s = self._first.server.shutdown_timeout_s + GATEWAYS_DRAIN_S
-        await until(lambda: self._control.is_deserted, deadline_s)
+        await until(lambda: self.control.is_deserted, deadline_s)
         await self._orchestrator.end(lambda: False)
         if self._storing is not None:
             self._storing.cancel()
@@ -476,7 +478,7 @@ class ClusterSupervisor:
         await self._ray.delete(DESIRED)
         for actor in (await self._ray.replicas()).values():  # replicas that could not be reached
             await self._ray.kill(actor)
-        await self._control.finish()
+        await self.control.finish()
 
 
 def _deployment_of(id: str) -> str:

@@ -28,7 +28,7 @@ from headwater_server.cluster.ray_client import ActorGone, RayClient
 from headwater_server.control.messages import MAX_MESSAGE_BYTES
 from headwater_server.errors import StartError
 
-__all__ = ["NAME", "Trouble", "announcements", "main", "stop_cluster"]
+__all__ = ["NAME", "Trouble", "announcements", "look", "main", "stop_cluster"]
 
 logger = logging.getLogger("headwater")
 
@@ -145,14 +145,14 @@ def main() -> None:
         return
     before: Announcement | Trouble | None = None
     while True:
-        finding = _look(ray) or before
+        finding = look(ray) or before
         if finding is not None and finding != before:
             before = finding
             _tell(finding, output)
         time.sleep(LOOK_EVERY_S)
 
 
-def _look(ray: RayClient) -> Announcement | Trouble | None:
+def look(ray: RayClient) -> Announcement | Trouble | None:
     """Where the supervisor is, or why it can't be found. None: it is about to start, or can't be reached now."""
     if trouble := ray.head_trouble(HEAD_TIMEOUT_S):
         return Trouble(f"cluster: {trouble}")

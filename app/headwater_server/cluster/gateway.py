@@ -106,8 +106,8 @@ class Uplink:
         self._has_moved = asyncio.Event()
         self._hello = functools.partial(Hello, workers=workers, gateway=secrets.token_hex(8))
         self._tls = tls
-        self._children = children
-        self._control = control
+        self.children = children
+        self.control = control
         self._on_change = on_change
         self._trouble = ""
         """Why the supervisor can't be found now; empty: it is known."""
@@ -133,10 +133,10 @@ class Uplink:
         """Connect to the supervisor, and wait for its first table, or until the server is to stop."""
         for work in (self._follow(), self._find(), self._report()):
             task = asyncio.create_task(work)
-            task.add_done_callback(self._children.note_done)
+            task.add_done_callback(self.children.note_done)
             self._tasks.append(task)
         first_table = asyncio.create_task(self._is_known.wait())
-        stopping = asyncio.create_task(self._children.stopping.wait())
+        stopping = asyncio.create_task(self.children.stopping.wait())
         await asyncio.wait({first_table, stopping}, return_when=asyncio.FIRST_COMPLETED)
         first_table.cancel()
         stopping.cancel()
@@ -185,7 +185,7 @@ class Uplink:
     # The supervisor
 
     async def _drain(self, order: Drain) -> Drained:
-        return await self._control.drain(order.model, order.timeout_s, order.replicas, order.adapters)
+        return await self.control.drain(order.model, order.timeout_s, order.replicas, order.adapters)
 
     def _hear(self) -> None:
         self._heard_s = asyncio.get_running_loop().time()
@@ -221,7 +221,7 @@ class Uplink:
                         cutting.cancel()
             except (OSError, ValueError, asyncio.TimeoutError, msgspec.MsgspecError) as error:
                 logger.log(logging.WARNING if is_open else logging.DEBUG, "the cluster's supervisor: %s", error)
-            if is_open and not self._children.is_stopping:
+            if is_open and not self.children.is_stopping:
                 logger.warning("the cluster's supervisor is gone; its last table stays in use until it is back")
             with contextlib.suppress(asyncio.TimeoutError):
                 await within(RETRY_S, self._has_moved.wait())
@@ -249,14 +249,14 @@ class Uplink:
                 self._watches[id] = _Watch(route, self._tls, self._on_change)
         if table.draining:
             logger.info("the cluster is being stopped, and this gateway with it")
-            self._children.stop()
+            self.children.stop()
         self._on_change()
 
     async def _report(self) -> None:
         while True:
             await asyncio.sleep(REPORT_EVERY_S)
             self.link.report(
-                LoadReport(list(together(self._control.loads()).values()), list(self._control.tallies.values()))
+                LoadReport(list(together(self.control.loads()).values()), list(self.control.tallies.values()))
             )
 
 
@@ -289,16 +289,16 @@ class ClusterGateway(Front):
         tls: PeerTls | None,
     ) -> None:
         control = ControlServer(
-            lambda command: uplink.answer(command),
-            on_quarantined=lambda report: uplink.link.report_quarantined(
+            lambda command: self.uplink.answer(command),
+            on_quarantined=lambda report: self.uplink.link.report_quarantined(
                 report.model, bytes.fromhex(report.fingerprint)
             ),
-            on_lost=lambda loss: uplink.link.report_lost(loss),
-            on_cancel=lambda request_id: uplink.link.cancel_elsewhere(request_id),
+            on_lost=lambda loss: self.uplink.link.report_lost(loss),
+            on_cancel=lambda request_id: self.uplink.link.cancel_elsewhere(request_id),
         )
         children = ChildProcesses(ReplicaMemory(), (), control.drain, self.on_change)
-        uplink = Uplink(findings, first, config.server.workers, tls, children, control, self.on_change)
-        super().__init__(config, on_serving, control, children, uplink)
+        self.uplink = Uplink(findings, first, config.server.workers, tls, children, control, self.on_change)
+        super().__init__(config, on_serving, control, children, self.uplink)
 
 
 async def serve_gateway(

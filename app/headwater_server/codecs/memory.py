@@ -12,7 +12,7 @@ from typing import Final
 from headwater_server.codecs.faults import MAX_CONTAINERS, MAX_VALUES, is_narrow
 from headwater_server.codecs.json_data import occurrences
 
-__all__ = ["MOST_TIMES", "object_bytes"]
+__all__ = ["MOST_TIMES", "PIECE_BYTES", "object_bytes"]
 
 MOST_TIMES: Final = 80
 """The most bytes of objects for each byte of a text."""
@@ -28,7 +28,8 @@ _WIDE: Final = 16
 character of the string take 4 bytes."""
 _FEW_STRINGS: Final = 10_000
 """In a text with more quotes, strings are not told apart: a single wide character makes all strings count as wide."""
-_PIECE_BYTES: Final = 1 << 20
+PIECE_BYTES: Final = 1 << 20
+"""Bytes of a large text that are looked at together."""
 
 
 def object_bytes(text: bytes) -> int:
@@ -48,13 +49,13 @@ def object_bytes(text: bytes) -> int:
 
 def _character_bytes(text: bytes, quotes: int) -> int:
     """The most memory in bytes of the characters of a text's strings."""
-    if len(text) <= _PIECE_BYTES and is_narrow(text):
+    if len(text) <= PIECE_BYTES and is_narrow(text):
         return len(text) * _NARROW
     total = length = 0
     factor = _NARROW
     is_escaped = False
-    for start in range(0, len(text), _PIECE_BYTES):
-        end = start + _PIECE_BYTES
+    for start in range(0, len(text), PIECE_BYTES):
+        end = start + PIECE_BYTES
         piece = text[start:end]
         has_wide = not is_narrow(piece)
         parts = [piece] if quotes > _FEW_STRINGS else piece.split(b'"')

@@ -171,8 +171,9 @@ class SegmentFiles:
     a new file costs time."""
 
     def __init__(self) -> None:
-        self._free: list[SegmentFile] = []
-        self._used: set[SegmentFile] = set()
+        self.free: list[SegmentFile] = []
+        """Unused files."""
+        self.used: set[SegmentFile] = set()
         """Files that still have views, and so can't serve another call."""
         self._timer: asyncio.TimerHandle | None = None
 
@@ -189,33 +190,33 @@ class SegmentFiles:
             self._timer = asyncio.get_running_loop().call_later(KEPT_FOR_S, self._trim)
         # A numpy array, since no other owner of a buffer can report when its last view is gone.
         whole = np.frombuffer(file.map, np.uint8, needed)
-        self._used.add(file)
+        self.used.add(file)
         file.use = weakref.ref(whole, lambda _: self._give_back(file))
         return file, whole.data
 
     def _free_one(self, needed: int) -> SegmentFile | None:
         """Remove and return the smallest free file that is large enough; None if no file is."""
-        fitting = [file for file in self._free if file.size_bytes >= needed]
+        fitting = [file for file in self.free if file.size_bytes >= needed]
         smallest = min(fitting, key=lambda file: file.size_bytes, default=None)
         if smallest is not None:
-            self._free.remove(smallest)
+            self.free.remove(smallest)
         return smallest
 
     def _give_back(self, file: SegmentFile) -> None:
         """Return a file to the pool, since its last view is gone; drop it if it is spoiled or the pool is full. Called
         in the thread that dropped the view."""
         file.use = None
-        self._used.discard(file)
-        if not file.is_spoiled and sum([spare.size_bytes for spare in self._free]) + file.size_bytes <= KEPT_BYTES:
-            self._free.append(file)
+        self.used.discard(file)
+        if not file.is_spoiled and sum([spare.size_bytes for spare in self.free]) + file.size_bytes <= KEPT_BYTES:
+            self.free.append(file)
 
     def _trim(self) -> None:
         """Drop the unused files whose last use began at least `KEPT_FOR_S` ago."""
         self._timer = None
         old_s = time.monotonic() - KEPT_FOR_S
-        for file in [spare for spare in self._free if spare.used_s < old_s]:
-            self._free.remove(file)
-        if self._free or self._used:  # files in use now will need trimming later
+        for file in [spare for spare in self.free if spare.used_s < old_s]:
+            self.free.remove(file)
+        if self.free or self.used:  # files in use now will need trimming later
             self._timer = asyncio.get_running_loop().call_later(KEPT_FOR_S, self._trim)
 
 

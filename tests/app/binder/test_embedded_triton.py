@@ -49,7 +49,8 @@ def test_a_method_does_what_the_overriding_one_builds_on(name: str) -> None:
 
 
 def test_the_names_of_triton_s_segments_begin_as_we_say() -> None:
-    assert '"shm-region-prefix-name": self._shm_prefix()' in inspect.getsource(Triton._prepare_triton_config)
+    source = inspect.getsource(Triton._prepare_triton_config)  # private: passes the prefix to Triton
+    assert '"shm-region-prefix-name": self._shm_prefix()' in source
 
 
 @pytest.mark.parametrize("name", ["_server_path", "_server_config", "_get_env"])
@@ -91,11 +92,11 @@ def test_a_model_is_written_into_a_local_store_with_the_script_that_is_replaced(
         outputs=[Tensor(name="y", dtype=np.uint8, shape=(1,))],
         config=ModelConfig(max_batch_size=1),
     )
-    script = triton._workspace.model_store_path / "m" / "1" / "model.py"
+    (script,) = tmp_path.glob("w/*/m/1/model.py")
     assert script.read_text() == Path(bridge.__file__).read_text()
     config = (script.parents[1] / "config.pbtxt").read_text()
     assert "workspace-path" in config
-    assert triton._workspace.path.as_posix() in config
+    assert f"{tmp_path}/w" in config
 
 
 def test_of_a_log_the_lines_are_told_that_say_why() -> None:

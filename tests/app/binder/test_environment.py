@@ -24,6 +24,7 @@ from headwater_server.binder.environment import library_path, problems, require,
 
 PACKAGES = [Path(package.__file__ or "").parents[1] for package in (headwater, headwater_server)]
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+STUBS = Path("pytriton", "tritonserver", "python_backend_stubs")
 
 
 def site_packages() -> Path:
@@ -63,7 +64,7 @@ def fake_numpy(folder: Path) -> Path:
 
 def fake_pytriton(folder: Path) -> Path:
     """A folder with a PyTriton that has a stub for one other version of Python only."""
-    stub = folder / "pytriton" / "tritonserver" / "python_backend_stubs" / "3.7" / "triton_python_backend_stub"
+    stub = folder / STUBS / "3.7" / "triton_python_backend_stub"
     stub.parent.mkdir(parents=True)
     stub.touch(mode=0o755)
     (folder / "pytriton" / "__init__.py").touch()
@@ -75,8 +76,10 @@ def system_libpython() -> Path | None:
     library = Path("/usr/lib", sysconfig.get_config_var("MULTIARCH") or "", f"libpython{PYTHON}.so.1.0")
     if not library.exists() or str(library.parent) == sysconfig.get_config_var("LIBDIR"):
         return None
-    version = environment._version_of_libpython(str(library))
-    return None if version == platform.python_version() else library
+    ask = (
+        f"import ctypes; ask = ctypes.CDLL({str(library)!r}).Py_GetVersion; ask.restype = ctypes.c_char_p; print(ask())"
+    )
+    return None if f"b'{platform.python_version()} " in run(ask).stdout else library
 
 
 def test_this_environment_is_in_order() -> None:
@@ -153,7 +156,7 @@ def test_no_stub_for_this_python(tmp_path: Path) -> None:
 
 def test_a_stub_whose_libraries_are_missing(tmp_path: Path) -> None:
     # Its libraries are found relative to itself, so a copy of it alone can't be loaded.
-    part = Path("pytriton", "tritonserver", "python_backend_stubs", PYTHON, "triton_python_backend_stub")
+    part = STUBS / PYTHON / "triton_python_backend_stub"
     (fake_pytriton(tmp_path) / part).parent.mkdir()
     shutil.copy(site_packages() / part, tmp_path / part)
     (problem,) = report(tmp_path)["problems"]
@@ -165,16 +168,17 @@ def test_a_stub_whose_libraries_are_missing(tmp_path: Path) -> None:
 def test_missing_libpython(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deep: bool) -> None:
     # PyTriton has stubs for other versions too: one whose libpython is nowhere on this machine's path stands for ours.
     for version in ("3.8", "3.9", "3.10", "3.12", "3.13"):
-        monkeypatch.setattr(environment, "_PYTHON", version)
-        monkeypatch.setattr(environment, "_LIBPYTHON", f"libpython{version}.so.1.0")
-        stub = environment._stub()
-        if stub is not None and environment._libpython_of(stub, str(tmp_path)) is None:
+        stub = site_packages() / STUBS / version / "triton_python_backend_stub"
+        library = f"libpython{version}.so.1.0"
+        if stub.exists() and run(f"import ctypes; ctypes.CDLL({library!r})").returncode:
             break
     else:
         pytest.skip("the system has a libpython of every version")
+    monkeypatch.setattr(environment, "PYTHON", version)
+    monkeypatch.setattr(environment, "LIBPYTHON", library)
     (problem,) = problems(deep=deep, path=str(tmp_path))
     assert problem.title == "libpython"
-    assert f"needs libpython{version}.so.1.0, which is neither in {tmp_path}" in problem.reason
+    assert f"needs {library}, which is neither in {tmp_path}" in problem.reason
     assert f"apt-get install libpython{version}" in problem.fix
     assert "--enable-shared" in problem.fix
 

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from headwater_server.cli.main import _section, main
+from headwater_server.cli.main import main
 from headwater_server.cli.server_client import ServerClient, command_line, status_table
-from headwater_server.errors import CommandError, ConfigError
+from headwater_server.errors import CommandError
 
 UNLOADED = {
     "name": "a", "state": "UNAVAILABLE", "took_s": 1.25, "drained": 3, "ended": 1,
@@ -59,18 +59,35 @@ def test_a_config_travels_as_the_text_that_it_is() -> None:
     assert json.loads(asked[0].content) == {"parameters": {"config": '{"timeout_s": 3}'}}
 
 
-def test_a_section_is_given_as_json_or_as_a_file_of_it_or_yaml(tmp_path: Path) -> None:
-    assert _section(' {"timeout_s": 3}') == ' {"timeout_s": 3}'
+def test_a_section_is_given_as_json_or_as_a_file_of_it_or_yaml(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections: list[str] = []
+
+    def command(self: ServerClient, action: str, name: str, config: str) -> dict[str, Any]:
+        sections.append(config)
+        return UNLOADED
+
+    def load(section: str) -> int:
+        with pytest.raises(SystemExit) as ended:
+            main(["load", "a", "--config", section])
+        return int(ended.value.code or 0)
+
+    monkeypatch.setattr(ServerClient, "command", command)
+    assert load(' {"timeout_s": 3}') == 0
+    assert sections.pop() == ' {"timeout_s": 3}'
     for name, text in (("a.json", '{"timeout_s": 3}'), ("a.yaml", "timeout_s: 3\n")):
         (tmp_path / name).write_text(text)
-        assert json.loads(_section(str(tmp_path / name))) == {"timeout_s": 3}
+        assert load(str(tmp_path / name)) == 0
+        assert json.loads(sections.pop()) == {"timeout_s": 3}
     (tmp_path / "dates.yaml").write_text("when: 2026-01-01\n")
     for given, told in (
         ("nowhere.yaml", "can't be read"),
         (str(tmp_path / "dates.yaml"), "expected values that JSON can represent"),
     ):
-        with pytest.raises(ConfigError, match=told):
-            _section(given)
+        assert load(given) == 1
+        assert told in capsys.readouterr().err
+    assert sections == []
 
 
 @pytest.mark.parametrize(

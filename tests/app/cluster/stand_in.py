@@ -69,17 +69,18 @@ class Agent:
         """Whether it has said where its port is."""
         self.gone = asyncio.Event()
         self.address = ""
-        self._port = Port("m", ReplicaRoute(id, "unix:/nonexistent/h", token), tls=tls, on_control=self._listen)
-        self._writers: set[asyncio.StreamWriter] = set()
+        self.port = Port("m", ReplicaRoute(id, "unix:/nonexistent/h", token), tls=tls, on_control=self._listen)
+        self.writers: set[asyncio.StreamWriter] = set()
+        """To those who listen."""
 
     async def open(self, beats: bool = True, port: int = 0, **said: Any) -> None:
         """Open the port, and have this said there."""
-        self.address = await self._port.start("127.0.0.1", port)
+        self.address = await self.port.start("127.0.0.1", port)
         node = "127.0.0.1"
         route = msgspec.structs.replace(self.state.route, http_address=self.address, node=node)
         self.say(route=route, **said)
         if beats:
-            self._port.spawn(self._beat())
+            self.port.spawn(self._beat())
         self.is_open.set()
 
     def say(self, **changes: Any) -> None:
@@ -89,20 +90,20 @@ class Agent:
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message to all who listen."""
-        for writer in self._writers:
+        for writer in self.writers:
             writer.write(encode(message))
 
     def leave(self) -> None:
         """Get out of reach, although the port is still there."""
         self.is_away = True
-        for writer in self._writers:
+        for writer in self.writers:
             writer.transport.abort()
 
     async def end(self) -> None:
         """End as a process does that is killed."""
         self.gone.set()
         self.is_open.set()
-        await self._port.close()
+        await self.port.close()
 
     async def _beat(self) -> None:
         while True:
@@ -118,7 +119,7 @@ class Agent:
         assert hello.token == (self.order_token if hello.epoch else "")
         self.epochs.append(hello.epoch)
         writer.write(encode(self.state))
-        self._writers.add(writer)
+        self.writers.add(writer)
         try:
             while line := await reader.readline():
                 message = LISTENER.decode(line)
@@ -132,7 +133,7 @@ class Agent:
                     if self.answer is not None:
                         writer.write(encode(msgspec.structs.replace(self.answer, number=message.number)))
         finally:
-            self._writers.discard(writer)
+            self.writers.discard(writer)
 
 
 class Ray:

@@ -140,7 +140,7 @@ async def test_an_answer_that_does_not_come_is_not_waited_for(monkeypatch: pytes
         monkeypatch.setattr(agent_link, "CONNECT_TIMEOUT_S", 0)
         with pytest.raises(ConnectionError, match=r"no answer within 0\.01 s"):
             await one.link.ask_vllm("/v1/x", "{}", 0.01)
-        assert not one.link._asked
+        assert not one.link._asked  # private: nothing public tells a question that is kept for ever
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")

@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from headwater_server.cluster import agent_link, cluster_supervisor, remote_replica
 from headwater_server.cluster.cluster_supervisor import (
     DESIRED,
     EPOCH,
-    HUNG_S,
     Announcement,
     ClusterSupervisor,
     SupervisorSpec,
-    _Desired,
     what_is_served,
 )
 from headwater_server.cluster.holder import write_spec
@@ -34,7 +33,7 @@ from headwater_server.config.cluster import Cluster
 from headwater_server.config.schema import Config
 from headwater_server.config.sections import NodePlacement
 from headwater_server.control.link import SupervisorLink
-from headwater_server.control.messages import Command, Drain, Drained, Hello
+from headwater_server.control.messages import Drain, Drained, Hello
 from headwater_server.control.routing import DeploymentRoute, RoutingTable, State
 from headwater_server.transport.address import host_and_port
 from tests.app.cluster.stand_in import READY, Agent, Ray, clustered, until
@@ -88,13 +87,13 @@ class Bench:
 
     async def end(self) -> None:
         """End it as a process that is killed."""
-        self.running.cancel()
-        self.supervisor._children.stop()
-        tasks = [self.running, *self.supervisor._children._tasks]
-        for task in tasks:
+        self.supervisor.children.stop()
+        finishing = asyncio.create_task(self.supervisor.children.finish())
+        await asyncio.sleep(0)  # with which it waits for all tasks, and cancels them if it is cancelled
+        for task in (self.running, finishing):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self.supervisor._control.close()
+        await asyncio.gather(self.running, finishing, return_exceptions=True)
+        await self.supervisor.control.close()
 
 
 class Gateway:
@@ -270,14 +269,14 @@ async def test_no_replica_is_placed_on_a_node_that_has_just_hung(monkeypatch: py
 
     async with clustered() as ray:
         ray.machines = [machine("n1"), machine("n2")]
-        async with supervised(ray, config(a={"replicas": 2})) as (bench, gateway):
+        async with supervised(ray, config(a={"replicas": 2})) as (_, gateway):
             await until(lambda: len(gateway.ids()) == 2)
             hung = next(agent for agent in ray.actors.values() if agent.state.node == "n1")
             hung.leave()
             await until(lambda: len(ray.started) == 3)
             assert chosen(ray)[-1] == "n2"
             await until(lambda: len(gateway.ids()) == 2)
-            bench.supervisor._children._hung["n1"] -= HUNG_S
+            monkeypatch.setattr(cluster_supervisor, "HUNG_S", 0)
             await gateway.tell("scale", "a", min=3, max=3)
             assert chosen(ray)[-1] == "n1"
 
@@ -346,6 +345,12 @@ async def test_those_that_are_too_many_and_those_that_nobody_wants_are_ended() -
             assert (ray.started, stranger.epochs) == ([], [])
 
 
+def listening() -> set[int]:
+    """The ports at which this process listens."""
+    connections = psutil.Process().net_connections("tcp")
+    return {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+
+
 async def test_it_announces_itself_only_once_it_has_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_supervisor, "ADOPT_TIMEOUT_S", 20)
 
@@ -353,11 +358,12 @@ async def test_it_announces_itself_only_once_it_has_taken_over(monkeypatch: pyte
     async with clustered() as ray:
         agent = await ray.add("a-1.1", served.deployments["a"])
         agent.is_away = True
+        ports = listening()
         bench, gateway = Bench(ray, served, 3), Gateway()
         try:
             await until(lambda: agent.turned_away > 2)
             assert bench.output.getvalue() == ""
-            assert bench.supervisor._control._server is None
+            assert listening() == ports
             agent.is_away = False
             await gateway.join(await bench.announced())
             assert (gateway.ids(), ray.started) == (["a-1.1"], [])
@@ -400,13 +406,19 @@ async def test_a_replica_that_has_ended_meanwhile_is_not_waited_for(monkeypatch:
 # What operators have changed
 
 
+def stored(ray: Ray) -> dict[str, Any]:
+    """What is kept in Ray's storage for the next supervisor."""
+    found: dict[str, Any] = json.loads(ray.storage[DESIRED])
+    return found
+
+
 async def test_what_operators_have_changed_outlives_a_supervisor() -> None:
     storage: dict[str, bytes] = {}
     served = config(a={}, b={"replicas": {"min": 1, "max": 2}}, c={})
-    async with clustered(storage) as ray, supervised(ray, served) as (_bench, gateway):
+    async with clustered(storage) as ray, supervised(ray, served) as (_, gateway):
         await until(lambda: all(gateway.ids(name) for name in "abc"))
         await gateway.tell("scale", "b", min=2, max=3)
-        assert _Desired.decoded(storage[DESIRED]).bounds["b"].max == 3  # the answer comes after this
+        assert stored(ray)["bounds"]["b"]["max"] == 3  # the answer comes after this
         await gateway.tell("unload", "a")
         await gateway.tell("reload", "c", config=json.dumps({"timeout_s": 7}))
         await gateway.tell("load", "d", config=json.dumps({"model": "m:D"}))
@@ -422,7 +434,7 @@ async def test_what_operators_have_changed_outlives_a_supervisor() -> None:
         await gateway.tell("load", "a")
         await until(lambda: gateway.route("a").state is State.READY)
         await gateway.tell("unload", "d")
-        await until(lambda: "d" not in _Desired.decoded(storage[DESIRED]).config.deployments)
+        await until(lambda: "d" not in stored(ray)["config"]["deployments"])
     async with clustered(storage) as ray, supervised(ray, served, epoch=5) as (_, gateway):
         await until(lambda: bool(gateway.ids("a")))
         assert [one.name for one in gateway.table.deployments] == ["a", "b", "c"]
@@ -434,7 +446,7 @@ async def test_replicas_of_what_was_unloaded_are_ended() -> None:
         async with supervised(ray, served) as (bench, gateway):
             await until(lambda: bool(gateway.ids()))
             await gateway.tell("unload", "a")
-            await until(lambda: _Desired.decoded(ray.storage[DESIRED]).set_aside == {"a"})
+            await until(lambda: stored(ray)["set_aside"] == ["a"])
         left = await ray.add("a-1.1", served.deployments["a"])
         async with supervised(ray, served, epoch=4) as (bench, gateway):
             assert left.gone.is_set()
@@ -461,18 +473,12 @@ async def test_storage_that_can_not_be_written_is_tried_again(
 ) -> None:
     monkeypatch.setattr(cluster_supervisor, "PING_EVERY_S", 0.01)
 
-    async with clustered() as ray:
-        bench = Bench(ray, config(), 3)
-        try:
-            await bench.announced()
-            orchestrator = bench.supervisor._orchestrator
-            await until(lambda: bool(orchestrator.sets["a"].ready) and DESIRED in ray.storage)
-            ray.failures = 2
-            assert (await orchestrator.lifecycle.answer(Command(1, "unload", "a"))).status == 200
-            await until(lambda: _Desired.decoded(ray.storage[DESIRED]).set_aside == {"a"})
-            assert ray.failures == 0
-        finally:
-            await bench.end()
+    async with clustered() as ray, supervised(ray, config()) as (_, gateway):
+        await until(lambda: bool(gateway.ids()) and DESIRED in ray.storage)
+        ray.failures = 2
+        await gateway.tell("unload", "a")
+        await until(lambda: stored(ray)["set_aside"] == ["a"])
+        assert ray.failures == 0
     assert caplog.text.count("Ray's storage can't be written; trying again: the head is gone") == 2
 
 

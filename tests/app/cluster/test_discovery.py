@@ -115,14 +115,15 @@ def searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[l
     found: list[list[str]] = []
     started: list[subprocess.Popen[bytes]] = []
 
-    def search(address: str) -> subprocess.Popen[bytes]:
-        assert address == "head:6379"
+    popen = subprocess.Popen
+
+    def search(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        assert command == [sys.executable, "-m", "headwater_server.cluster.discovery", "head:6379"]
         lines = found.pop(0) if len(found) > 1 else found[0]
-        command = [sys.executable, "-c", SEARCH, str(tmp_path / "log"), *lines]
-        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        started.append(popen([sys.executable, "-c", SEARCH, str(tmp_path / "log"), *lines], **options))
         return started[-1]
 
-    monkeypatch.setattr(discovery, "_search", search)
+    monkeypatch.setattr(subprocess, "Popen", search)
     yield found
     for process in started:
         process.wait()
@@ -196,7 +197,7 @@ class Ray:
     ],
 )
 def test_what_is_found_of_the_supervisor(ray: Any, expected: Announcement | Trouble | str | None) -> None:
-    found = discovery._look(ray)
+    found = discovery.look(ray)
     if isinstance(expected, str):
         assert isinstance(found, Trouble)
         assert found.error.startswith(expected)

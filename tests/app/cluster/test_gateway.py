@@ -21,7 +21,7 @@ from headwater_server.cluster import gateway as gateway_module
 from headwater_server.cluster.agent_messages import Beat
 from headwater_server.cluster.cluster_supervisor import Announcement, what_is_served
 from headwater_server.cluster.discovery import Trouble
-from headwater_server.cluster.gateway import AWAY, ClusterGateway, Uplink, joined, serve_gateway
+from headwater_server.cluster.gateway import AWAY, ClusterGateway, joined, serve_gateway
 from headwater_server.config.cluster import Cluster
 from headwater_server.config.schema import Config
 from headwater_server.control.control_server import ControlServer
@@ -33,6 +33,7 @@ from headwater_server.errors import StartError
 from headwater_server.transport.address import host_and_port
 from tests.app.cluster.stand_in import READY, Agent, until
 
+GONE = "the cluster's supervisor is gone; its last table stays in use until it is back"
 CONFIG = Config.model_validate({"server": {"workers": 2}, "deployments": {"a": {"model": "m:M"}}})
 
 
@@ -43,6 +44,32 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_module, "RETRY_S", 0.01)
     monkeypatch.setattr(gateway_module, "REPORT_EVERY_S", 0.02)
     monkeypatch.setattr(gateway_module, "SILENCE_S", 60)
+
+
+class Dials:
+    """What `asyncio.open_connection` has done."""
+
+    def __init__(self) -> None:
+        self.refusals = 0
+        self.writers: list[asyncio.StreamWriter] = []
+        """Of the connections that were opened."""
+
+
+@pytest.fixture
+def dials(monkeypatch: pytest.MonkeyPatch) -> Dials:
+    found, connect = Dials(), asyncio.open_connection
+
+    async def dial(*address: Any, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        try:
+            reader, writer = await connect(*address, **options)
+        except ConnectionRefusedError:
+            found.refusals += 1
+            raise
+        found.writers.append(writer)
+        return reader, writer
+
+    monkeypatch.setattr(asyncio, "open_connection", dial)
+    return found
 
 
 def table(*replicas: ReplicaRoute, state: State = State.READY, **fields: Any) -> RoutingTable:
@@ -56,12 +83,19 @@ class Supervisor:
         self.epoch = epoch
         self.commands: list[Command] = []
         self.quarantined: list[QuarantinedRequest] = []
-        self.control = ControlServer(self._answer, epoch, on_quarantined=self.quarantined.append)
+        self.changes = 0
+        """How often a gateway has come or gone."""
+        self.control = ControlServer(
+            self._answer, epoch, on_quarantined=self.quarantined.append, on_workers=self._note_change
+        )
         self.address = ""
 
     async def _answer(self, command: Command) -> CommandAnswer:
         self.commands.append(command)
         return CommandAnswer(command.id, 200, {"did": command.action})
+
+    def _note_change(self) -> None:
+        self.changes += 1
 
     async def start(self, port: int = 0) -> Announcement:
         """Listen. Returns what it announces."""
@@ -120,26 +154,19 @@ class Bench:
 
     def __init__(self, first: Announcement) -> None:
         self.found: asyncio.Queue[Announcement | Trouble] = asyncio.Queue()
-        self.gateway = ClusterGateway(CONFIG, lambda url, served: None, self._announcements(), first, None)
-        backend = self.gateway._backend
-        assert isinstance(backend, Uplink)
-        self.uplink = backend
+        self.uplink = ClusterGateway(CONFIG, lambda url, served: None, self._announcements(), first, None).uplink
         self.workers = [Worker(1), Worker(2)]
 
     async def _announcements(self) -> AsyncGenerator[Announcement | Trouble, None]:
         while True:
             yield await self.found.get()
 
-    @property
-    def is_connected(self) -> bool:
-        return self.uplink.link._writer is not None
-
 
 @contextlib.asynccontextmanager
 async def joining(supervisor: Supervisor) -> AsyncIterator[Bench]:
     """A gateway of this supervisor, whose table all have."""
     bench = Bench(await supervisor.start())
-    control = bench.gateway._control
+    control = bench.uplink.control
     with tempfile.TemporaryDirectory(prefix="hw-") as folder:
         path = Path(folder) / "control"
         await control.start(path)
@@ -191,7 +218,7 @@ async def test_the_last_table_stays_while_the_supervisor_is_gone(caplog: pytest.
         await until(lambda: worker.ids == ["a-4.1"])
         assert bench.uplink.is_decided
         await first.control.close()
-        await until(lambda: not bench.is_connected)
+        await until(lambda: GONE in caplog.text)
         answer = await worker.link.command("unload", "a")
         assert answer.status == 503
         assert answer.content["error"].startswith("model `a`: unload: the cluster's supervisor is gone")
@@ -200,13 +227,11 @@ async def test_the_last_table_stays_while_the_supervisor_is_gone(caplog: pytest.
         second.control.publish(table(plain("a-5.1")))
         await bench.found.put(await second.start())
         await until(lambda: worker.ids == ["a-5.1"])
-        assert bench.uplink._table.epoch == 5
         answer = await worker.link.command("unload", "a", {"config": "{}"})
         assert (answer.status, answer.content) == (200, {"did": "unload"})
         (command,) = second.commands
         assert (command.action, command.model, command.arguments) == ("unload", "a", {"config": "{}"})
         await second.control.close()
-    assert "its last table stays in use until it is back" in caplog.text
 
 
 async def test_an_earlier_supervisor_is_not_listened_to(caplog: pytest.LogCaptureFixture) -> None:
@@ -223,7 +248,7 @@ async def test_an_earlier_supervisor_is_not_listened_to(caplog: pytest.LogCaptur
         # One that has its address is connected to, but not obeyed.
         await earlier.control.close()
         await supervisor.control.close()
-        await until(lambda: not bench.is_connected)
+        await until(lambda: GONE in caplog.text)
         again = Supervisor(3)
         again.control.publish(table(plain("a-3.2")))
         await again.start(host_and_port(supervisor.address)[1])
@@ -267,13 +292,14 @@ async def test_replicas_out_of_reach_keep_what_they_have_and_get_nothing_new_unt
         await until(lambda: any(view.use and view.use.threads == 3 for view in bench.uplink.replica_views()))
         supervisor.control.publish(table(routes[1]))
         await until(lambda: worker.ids == ["a-4.2"])
-        await until(lambda: not agents[0]._writers)  # it is no longer watched
-        assert list(bench.uplink._watches) == ["a-4.2"]
+        await until(lambda: not agents[0].writers)  # it is no longer watched
+        agents[1].send(Beat(4, 1000))
+        await until(lambda: [view.id for view in bench.uplink.replica_views()] == ["a-4.2"])
     for agent in agents:
         await agent.end()
 
 
-async def test_a_replica_that_refused_connections_is_taken_back() -> None:
+async def test_a_replica_that_refused_connections_is_taken_back(dials: Dials) -> None:
     agent, again = Agent("a-4.1"), Agent("a-4.1")
     await agent.open(**READY)
     supervisor = Supervisor(4)
@@ -282,8 +308,7 @@ async def test_a_replica_that_refused_connections_is_taken_back() -> None:
         supervisor.control.publish(table(agent.state.route))
         await until(lambda: worker.ids == ["a-4.1"] and bool(agent.epochs))
         await agent.end()
-        link = bench.uplink._watches["a-4.1"].link
-        await until(lambda: worker.ids == [] and link._refusals > agent_link.REFUSALS)
+        await until(lambda: worker.ids == [] and dials.refusals > agent_link.REFUSALS)
         await again.open(port=host_and_port(agent.address)[1], **READY)
         await until(lambda: worker.ids == ["a-4.1"])
     await again.end()
@@ -298,16 +323,14 @@ async def test_drains_are_passed_on_and_summed() -> None:
             assert (order.model, order.timeout_s, order.replicas, order.adapters) == ("a", 9, ["a-4.1"], ["x"])
 
 
-async def test_a_drain_waits_for_a_gateway_that_reconnects() -> None:
+async def test_a_drain_waits_for_a_gateway_that_reconnects(dials: Dials) -> None:
     supervisor = Supervisor(4)
     async with joining(supervisor) as bench:
         worker = bench.workers[0]
         worker.is_free.clear()
         drain = asyncio.create_task(supervisor.control.drain("a", 9))
         await until(lambda: len(worker.drains) == 1)
-        writer = bench.uplink.link._writer
-        assert writer is not None
-        writer.transport.abort()
+        dials.writers[-1].transport.abort()
         await until(lambda: len(worker.drains) == 2)  # it has come again, and is asked again
         assert not drain.done()
         worker.is_free.set()
@@ -325,9 +348,9 @@ async def test_a_cluster_that_is_stopped_ends_the_gateway() -> None:
     supervisor = Supervisor(4)
     async with joining(supervisor) as bench:
         supervisor.control.publish(table(plain("a-4.1"), draining=True))
-        await bench.gateway._children.stopping.wait()
+        await bench.uplink.children.stopping.wait()
         await until(lambda: all(worker.table.draining for worker in bench.workers))
-        assert bench.gateway._children.status == 0
+        assert bench.uplink.children.status == 0
 
 
 async def test_loads_of_its_workers_are_reported_together() -> None:
@@ -358,46 +381,31 @@ async def test_a_silent_supervisor_is_left(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(gateway_module, "SILENCE_S", 0.05)
 
     supervisor = Supervisor(4)
-    connections = 0
-
-    def count() -> None:
-        nonlocal connections
-        connections += 1
-
-    supervisor.control._on_workers = count
     async with joining(supervisor):
-        await until(lambda: connections > 4)  # it comes, goes, comes again, ...
+        await until(lambda: supervisor.changes > 4)  # it comes, goes, comes again, ...
 
 
 # Its start
 
 
 @pytest.mark.parametrize("ending", ["table", "stop"])
-async def test_nothing_is_known_before_the_first_table(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+async def test_nothing_is_known_before_the_first_table(dials: Dials, ending: str) -> None:
     supervisor = Supervisor(4)
     supervisor.control.publish(table(plain("a-4.1")))
     announcement = await supervisor.start()
     bench = Bench(msgspec.structs.replace(announcement, epoch=3, address="127.0.0.1:1"))
-    connect, tries = asyncio.open_connection, 0
-
-    async def count(*address: Any, **options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        nonlocal tries
-        tries += 1
-        return await connect(*address, **options)
-
-    monkeypatch.setattr(asyncio, "open_connection", count)
     preparing = asyncio.create_task(bench.uplink.prepare())
-    await until(lambda: tries > 3)
+    await until(lambda: dials.refusals > 2)
     assert not preparing.done()
     if ending == "table":
         await bench.found.put(announcement)
     else:
-        bench.gateway._children.stop()
+        bench.uplink.children.stop()
     await preparing
     ids = [one.id for route in bench.uplink.routes(2) for one in route.replicas]
     assert ids == (["a-4.1"] if ending == "table" else [])
     await bench.uplink.end(lambda: True)
-    await bench.gateway._control.close()
+    await bench.uplink.control.close()
     await supervisor.control.close()
 
 

@@ -338,14 +338,14 @@ async def test_a_segment_of_a_failed_call_is_not_used_again() -> None:
         text, data, segment = segment_call()
         with pytest.raises(ReplicaLost):
             await TritonClient("m", address, TOKEN).infer(text, data, segment)
-        await until(lambda: not port.connections and not port.files._used)
-        assert not port.files._free
+        await until(lambda: not port.connections and not port.files.used)
+        assert not port.files.free
         replica.answer = doubled
         text, data, segment = segment_call()
         client = TritonClient("m", address, TOKEN)
         await client.infer(text, data, segment)
         client.close()
-        await until(lambda: len(port.files._free) == 1)
+        await until(lambda: len(port.files.free) == 1)
 
 
 async def test_a_segment_for_a_call_over_grpc_is_kept_until_the_next_request() -> None:
@@ -357,14 +357,14 @@ async def test_a_segment_for_a_call_over_grpc_is_kept_until_the_next_request() -
             async with client.placed(segment) as path:
                 shared = msgspec.structs.replace(segment.shared(), path=path)
                 assert np.array_equal(MappedCall(shared).input(SIGNATURE.inputs[0]), IMAGE)
-            assert len(port.files._used) == 1
+            assert len(port.files.used) == 1
             paths.append(path)
         assert paths[0] == paths[1]
         with pytest.raises(ZeroDivisionError):
             async with client.placed(segment_call()[2]):
                 raise ZeroDivisionError  # the call failed
-        await until(lambda: not port.files._used)
-        assert not port.files._free
+        await until(lambda: not port.files.used)
+        assert not port.files.free
         client.close()
         assert replica.connections == 0
 
@@ -376,7 +376,7 @@ async def test_a_connection_that_has_placed_a_segment_is_not_kept_for_long(monke
         client = TritonClient("m", address, TOKEN)
         async with client.placed(segment_call()[2]):
             pass
-        await until(lambda: not port.connections and not port.files._used)
+        await until(lambda: not port.connections and not port.files.used)
         client.close()
 
 
@@ -394,7 +394,7 @@ async def test_a_connection_that_has_placed_a_segment_is_not_kept_for_long(monke
 async def test_no_segment_of_other_sizes(raw: bytes, status: bytes) -> None:
     async with opened(grpc=True) as (port, address, _):
         assert (await exchange(address, raw))[0].startswith(b"HTTP/1.1 " + status)
-        assert not port.files._used
+        assert not port.files.used
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -115,7 +115,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     state = types.SimpleNamespace(
         available_resources_per_node=lambda: {"a1": {"CPU": 1.0}, "b2": {"CPU": 64.0}, "c3": {"CPU": 2.0, "GPU": 8.0}}
     )
-    found._private = types.SimpleNamespace(state=state)
+    found._private = types.SimpleNamespace(state=state)  # private: where Ray has the free resources of each node
     kv = types.ModuleType("ray.experimental")
     kv.__dict__["internal_kv"] = types.SimpleNamespace(_internal_kv_get=lambda key, namespace: None)
     for module in (found, kv):
@@ -134,9 +134,12 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[bytes, bytes], bytes]
             found[namespace, key] = value
 
     module: Any = types.ModuleType("ray.experimental.internal_kv")
-    module._internal_kv_get = lambda key, *, namespace: found.get((namespace, key))
-    module._internal_kv_put = put
-    module._internal_kv_del = lambda key, *, del_by_prefix=False, namespace: found.pop((namespace, key))
+    # private: all names of Ray's key-value store begin so
+    module.__dict__.update(
+        _internal_kv_get=lambda key, *, namespace: found.get((namespace, key)),
+        _internal_kv_put=put,
+        _internal_kv_del=lambda key, *, del_by_prefix=False, namespace: found.pop((namespace, key)),
+    )
     package: Any = types.ModuleType("ray.experimental")
     package.internal_kv = module
     monkeypatch.setitem(sys.modules, "ray.experimental", package)
@@ -246,6 +249,12 @@ def test_room_is_what_others_have_left(client: RayClient, placement: dict[str, A
     assert asyncio.run(client.look(NodePlacement.model_validate(placement), None)) == ("", has_room)
 
 
+def have_head(monkeypatch: pytest.MonkeyPatch, answer: Callable[..., None]) -> None:
+    """Have Ray's head answer so when it is asked for a key."""
+    # private: the name of Ray's function, which has no public one
+    monkeypatch.setattr(sys.modules["ray.experimental"].internal_kv, "_internal_kv_get", answer)
+
+
 def test_a_head_that_does_not_answer_is_noted_and_asked_once(
     client: RayClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,7 +265,7 @@ def test_a_head_that_does_not_answer_is_noted_and_asked_once(
         assert is_back.wait(30)
 
     assert client.head_trouble(30) == ""
-    monkeypatch.setattr(sys.modules["ray.experimental"].internal_kv, "_internal_kv_get", ask)
+    have_head(monkeypatch, ask)
     for _ in range(2):
         assert client.head_trouble(0.01).startswith("Ray's head at 10.0.0.1:6379 doesn't answer: running replicas")
     is_back.set()
@@ -280,7 +289,7 @@ def test_a_head_that_has_forgotten_the_cluster_is_told_from_one_that_is_gone(
     def ask(key: bytes, namespace: bytes) -> None:
         raise RuntimeError(error)
 
-    monkeypatch.setattr(sys.modules["ray.experimental"].internal_kv, "_internal_kv_get", ask)
+    have_head(monkeypatch, ask)
     assert client.head_trouble(30).startswith(f"Ray's head at 10.0.0.1:6379 {text}")
 
 

@@ -80,6 +80,12 @@ async def followed(*, has_actor: bool = True, **said: Any) -> AsyncIterator[Foll
             await asyncio.gather(found.following, return_exceptions=True)
 
 
+async def until_use(replica: RemoteReplica, expected: GroupUse) -> None:
+    """Wait until a replica has reported this use."""
+    while await replica.use() != expected:  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0.001)
+
+
 async def test_from_its_place_over_its_stages_to_ready() -> None:
     async with followed() as one:
         replica, agent = one.replica, one.agent
@@ -105,8 +111,7 @@ async def test_from_its_place_over_its_stages_to_ready() -> None:
         assert replica.route().http_address == agent.address
         assert (replica.group, replica.is_reachable, replica.account()) == (0, True, "")
         agent.send(Beat(7, 1000, 50, 0.5))
-        await until(lambda: replica._use.threads == 7)
-        assert await replica.use() == GroupUse(7, 1000, 50, 0.5)
+        await until_use(replica, GroupUse(7, 1000, 50, 0.5))
         assert await replica.remains() == ["replica m-5.1: its node can't be reached, so perhaps all of it"]
         assert one.reaches == []
 
@@ -135,7 +140,7 @@ async def test_one_that_ends_by_itself_says_why_and_what_is_left() -> None:
     async with followed(**READY) as one:
         await one.replica.ready
         one.agent.send(Beat(7, 1000, 50, 0.5))
-        await until(lambda: one.replica._use.threads == 7)
+        await until_use(one.replica, GroupUse(7, 1000, 50, 0.5))
         account = "killed by SIGSEGV; the last lines"
         one.agent.say(is_ending=True, reason="killed by SIGSEGV", account=account, cause="it crashed")
         await one.replica.ending.wait()
@@ -197,7 +202,7 @@ async def test_out_of_reach_for_too_long_it_counts_as_lost(monkeypatch: pytest.M
 async def test_an_agent_that_refuses_connections_has_ended() -> None:
     async with followed(**READY) as one:
         await one.replica.ready
-        await one.agent._port.close()
+        await one.agent.port.close()
         assert await one.end() == "its agent has ended"
         assert one.replica.account() == "its agent has ended"
 

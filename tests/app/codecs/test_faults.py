@@ -45,7 +45,7 @@ READERS: dict[str, tuple[Callable[[bytes], Any], bytes]] = {
     "text": (GenerateRequest.read, b'{"text_input": "m"}'),
     "tokenize": (TokenizeRequest.read, b'{"model": "m", "prompt": "a"}'),
     "detokenize": (DetokenizeRequest.read, b'{"model": "m", "tokens": [1]}'),
-    "embeddings": (embeddings._read, b'{"model": "m", "input": "a"}'),
+    "embeddings": (embeddings.read, b'{"model": "m", "input": "a"}'),
 }
 ALL = pytest.mark.parametrize("route", READERS)
 

@@ -14,7 +14,7 @@ from headwater.signature import Signature, TensorSpec
 from headwater_server.codecs.faults import MAX_CONTAINERS, MAX_VALUES, read_json
 from headwater_server.codecs.infer_request import RequestDecoder
 from headwater_server.codecs.json_data import tensor_bytes
-from headwater_server.codecs.memory import _PIECE_BYTES, MOST_TIMES, object_bytes
+from headwater_server.codecs.memory import MOST_TIMES, PIECE_BYTES, object_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +82,7 @@ def test_only_a_string_with_wide_characters_counts_as_wide() -> None:
 @pytest.mark.parametrize("before", range(6))
 @pytest.mark.parametrize("escape", [b"\\u4e00", b'\\"\\u4e00'])
 def test_a_wide_character_counts_where_two_pieces_of_a_large_text_meet(escape: bytes, before: int) -> None:
-    start = b'"' + b"a" * (_PIECE_BYTES - 1 - before)
+    start = b'"' + b"a" * (PIECE_BYTES - 1 - before)
     text = start + escape + b"a" * 1_000_000 + b'"'
     assert peak_bytes(lambda: read_json(text, Any)) <= object_bytes(text) + 10_000
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headwater.errors import DeclarationError
-from headwater.model import Model, Parameter, Tensor
+from headwater.model import Model, Parameter, Scalar, Tensor
 from headwater.signature import Signature
 from headwater_server.codecs.parameters import RequestParameters
 from headwater_server.errors import BadRequest
@@ -49,8 +49,13 @@ def test_a_value_that_does_not_fit_is_told_as_json(name: str, value: object, mes
 def test_the_declarations_own_words_do_not_matter(
     name: str, value: object, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def misfit(self: Parameter, expected: str, value: object) -> DeclarationError:
-        return DeclarationError("reworded, got something", expected=expected)
+    check = Parameter.check
 
-    monkeypatch.setattr(Parameter, "_misfit", misfit)
+    def reworded(self: Parameter, value: object) -> Scalar:
+        try:
+            return check(self, value)
+        except DeclarationError as error:
+            raise DeclarationError("reworded, got something", expected=error.expected) from None
+
+    monkeypatch.setattr(Parameter, "check", reworded)
     assert refused(name, value) == message

@@ -259,8 +259,9 @@ class Looks:
         self.now_s = 100.0
         self.states = {os.getpid(): ("python", "S"), 2: ("tritonserver", "S"), 3: ("sleep", "S")}
         self.guardian = Guardian(folder, -1, -1, 0, [])
+        # private: a guardian that runs has the processes and the times of the machine, not those of a test
         monkeypatch.setattr(self.guardian, "_host", SimpleNamespace(pid=os.getpid()), raising=False)
-        monkeypatch.setattr(self.guardian, "_states", lambda: dict(self.states))
+        monkeypatch.setattr(self.guardian, "_states", lambda: dict(self.states))  # private: for the same reason
         monkeypatch.setattr(
             "headwater_server.process.guardian.time",
             SimpleNamespace(monotonic=lambda: self.now_s, monotonic_ns=lambda: 0),
@@ -272,7 +273,7 @@ class Looks:
         name, _ = self.states.pop(pid, ("tritonserver", ""))
         if state:
             self.states[pid] = name, state
-        return self.guardian._inspect()
+        return self.guardian._inspect()  # private: a look by itself, of which `run` makes one after the other
 
 
 def test_who_is_stopped_or_gone_for_long_enough_is_reason_to_end(

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -321,10 +321,20 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def test_the_question_is_understood_by_every_python() -> None:
+def test_the_question_is_understood_by_every_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked(Exception):
+        """Has the question."""
+
+    def ask(path: str, environ: Mapping[str, str], question: str) -> dict[str, Any]:
+        raise Asked(question)
+
+    monkeypatch.setattr(interpreter, "ask_interpreter", ask)
+    with pytest.raises(Asked) as asked:
+        find_interpreter(sys.executable, {})
+    question = str(asked.value)
     # What an old one would not parse, or a new one not have, would hide that its version is the reason.
-    assert not re.search(r"f\"|:=|match |lambda|async ", interpreter._QUESTION)
-    compile(interpreter._QUESTION, "question", "exec")
+    assert not re.search(r"f\"|:=|match |lambda|async ", question)
+    compile(question, "question", "exec")
 
 
 def test_what_is_meant_for_our_python_does_not_reach_the_other(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from headwater_server.cli.plan.measured_server import serve_point
 from headwater_server.cli.plan.measuring import serving_fields
 from headwater_server.cli.plan.option_defaults import DEFAULTS, NOT_HELD
 from headwater_server.cli.plan.process_memory import measure_server
+from headwater_server.config.content import content
 from headwater_server.config.schema import Config, Deployment
 from headwater_server.errors import CommandError
 from headwater_server.process.machine import host_capacity, size_text
@@ -150,7 +151,7 @@ def _start(source: str, config: Config, name: str, options: Mapping[str, Any]) -
         CommandError: the replica doesn't start; the message has the reason.
     """
     deployment = config.deployments[name]
-    section = deployment.model_dump(mode="json", exclude_unset=True)
+    section = content(deployment)
     section |= {"replicas": 1, "options": {**section.get("options", {}), **options}}
     with serve_point(source, serving_fields(config, name, section), deployment.load_timeout_s + 60) as server:
         limits = server.get(f"/v2/models/{name}/stats")["model_stats"][0]["language_model"]["limits"]

@@ -28,7 +28,7 @@ from headwater_server.gateway.routes.mapped import Inputs, chosen_model, compute
 from headwater_server.gateway.routes.vllm_requests import answer_embeddings
 from headwater_server.vllm.vllm_model import VllmDispatcher
 
-__all__ = ["EmbeddingsEndpoint", "EmbeddingsRequest"]
+__all__ = ["EmbeddingsEndpoint", "EmbeddingsRequest", "read"]
 
 _MAX_INPUTS: Final = 2048
 """OpenAI's limit."""
@@ -96,7 +96,7 @@ class EmbeddingsEndpoint(Endpoint):
     async def answer(self, scope: Scope, receive: Receive) -> Reply:
         """See `Endpoint.answer`."""
         raw, _ = await self._reader.read(scope, receive)
-        body, inputs = await decoded(_read, raw, scope)
+        body, inputs = await decoded(read, raw, scope)
         model = chosen_model(self._models, scope, body.model, "embeddings", "embedding")
         signature = model.dispatcher.check_ready()
         spec = signature.embedding
@@ -122,7 +122,7 @@ class EmbeddingsEndpoint(Endpoint):
         return Reply(200, [content], [JSON, *cache_headers(cache)])
 
 
-def _read(raw: bytes) -> tuple[EmbeddingsRequest, _Inputs]:
+def read(raw: bytes) -> tuple[EmbeddingsRequest, _Inputs]:
     """The body, and its texts or lists of token ids. A single text or list is a list with it.
 
     Raises:

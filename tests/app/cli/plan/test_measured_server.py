@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,18 +16,39 @@ from headwater_server.cli.plan.measured_server import STOP_TIMEOUT_S, serve_poin
 from headwater_server.errors import CommandError
 
 
-def test_why_a_replica_did_not_start(tmp_path: Path) -> None:
-    log = tmp_path / "log"
+class Ready:
+    """A client of a server that is ready."""
+
+    def __init__(self, url: str, *, key: str) -> None:
+        """Nothing is asked there."""
+
+    def get(self, path: str) -> tuple[int, object]:
+        return 200, {}
+
+    def index(self) -> list[dict[str, object]]:
+        return []
+
+
+def test_where_a_server_listens_and_why_a_replica_did_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [
         {"level": "info", "message": "listening on http://127.0.0.1:8123"},
         {"level": "warning", "message": "a-1: did not start (1 of 5): of another level"},
         {"level": "error", "message": "a-1: did not start (2 of 5): model a:B: no such class (line 3): fix it"},
     ]
-    log.write_text("not JSON\n" + "\n".join(map(json.dumps, lines[:2])))
-    assert measured_server._start_failure(log) is None
-    assert measured_server._address(log) == "http://127.0.0.1:8123"
-    log.write_text("\n".join(map(json.dumps, lines)))
-    assert measured_server._start_failure(log) == "model a:B: no such class (line 3): fix it"
+    popen, told = subprocess.Popen, ["not JSON", *map(json.dumps, lines[:2])]
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        script = "import sys, time; print(sys.argv[1], flush=True); time.sleep(60)"
+        return popen([sys.executable, "-c", script, "\n".join(told)], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(measured_server, "ServerClient", Ready)
+    with serve_point("a:B", {}, 60) as server:
+        assert server.url == "http://127.0.0.1:8123"
+    told[:] = map(json.dumps, lines)
+    with pytest.raises(CommandError) as caught, serve_point("a:B", {}, 60):
+        sys.exit("it started")
+    assert str(caught.value) == "model a:B: no such class (line 3): fix it"
 
 
 def test_a_server_that_ends_says_why(tmp_path: Path) -> None:

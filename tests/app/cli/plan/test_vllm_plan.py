@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from headwater_server.cli.main import main
 from headwater_server.cli.plan import vllm_plan
+from headwater_server.cli.plan.process_memory import ServerMemory
 from headwater_server.cli.plan.vllm_plan import GIB, Started, propose
-from headwater_server.config.schema import Config, Deployment
+from headwater_server.config.schema import Deployment
 from headwater_server.errors import CommandError
 from headwater_server.process.vllm_program import VllmInstall
 
@@ -69,11 +73,16 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The options of each start, none of which takes place."""
     found: list[dict[str, Any]] = []
 
-    def start(what: str, config: Config, name: str, options: dict[str, Any]) -> Started:
+    @contextlib.contextmanager
+    def serve(source: str, fields: dict[str, Any], timeout_s: float) -> Iterator[SimpleNamespace]:
+        options = fields["deployments"]["chat"]["options"]
         found.append(options)
-        return Started(20_000 * options.get("kv_cache_gib", 1), 4096, 3 * GIB)
+        limits = {"cache_tokens": 20_000 * options.get("kv_cache_gib", 1), "context_length": 4096}
+        stats = {"model_stats": [{"language_model": {"limits": limits}}]}
+        yield SimpleNamespace(pid=0, runtime_dir=Path(), get=lambda path: stats)
 
-    monkeypatch.setattr(vllm_plan, "_start", start)
+    monkeypatch.setattr(vllm_plan, "serve_point", serve)
+    monkeypatch.setattr(vllm_plan, "measure_server", lambda pid, runtime_dir: ServerMemory(GIB, (2 * GIB,), GIB))
     return found
 
 
