@@ -22,12 +22,14 @@ def is_private(name: str) -> bool:
 
 def own_names(tree: ast.Module) -> set[str]:
     """The private names that the module itself defines: methods, class attributes, and attributes of ``self``."""
-    names = {node.attr for node in ast.walk(tree) if is_attribute_of_self(node) and isinstance(node.ctx, ast.Store)}
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_attribute_of_self(node):
+            names.add(node.attr)
     return names
 
 
