@@ -53,6 +53,9 @@ _PREFIX: Final = re.compile(
 """The prefix of ONNX Runtime's messages: code, file, and sometimes the line and function in its source code."""
 
 
+_EXPORT: Final = ", or export it with that dimension dynamic: torch.onnx.export's dynamic_shapes or dynamic_axes"
+
+
 class _Port(NamedTuple):
     """An input or output of the file."""
 
@@ -104,8 +107,15 @@ class OnnxModel(Model):
         names = [node.name for node in (*inputs, *outputs)]
         named = new_names(self._title, rename, names)
         self._shapes = corrected_shapes(self._title, shapes, names)
-        self._inputs = self._ports("input", inputs, named)
-        self._outputs = self._ports("output", outputs, named)
+        first_dims = {node.shape[0] if node.shape else None for node in inputs}
+        self._has_fixed_batch = len(first_dims) == 1
+        """Whether all inputs have the same first dimension, which may then be a batch of a fixed size."""
+        faults: list[Problem] = []
+        self._inputs = self._ports("input", inputs, named, faults)
+        self._outputs = self._ports("output", outputs, named, faults)
+        if faults:
+            reasons, fixes = "; ".join(fault.reason for fault in faults), dict.fromkeys(fault.fix for fault in faults)
+            raise self._error(reasons, "; ".join(fixes))
         if has_batch_axis:
             self._check_batch_axis()
         self._row_by_row = not has_batch_axis or any(port.takes_one_row for port in (*self._inputs, *self._outputs))
@@ -216,18 +226,24 @@ class OnnxModel(Model):
         except Exception as error:  # ONNX Runtime's errors have no common base class
             raise self._error(*_unreadable(str(error), onnxruntime.__version__)) from error
 
-    def _ports(self, kind: str, nodes: Sequence[Any], named: Mapping[str, str]) -> list[_Port]:
+    def _ports(
+        self, kind: str, nodes: Sequence[Any], named: Mapping[str, str], faults: list[Problem]
+    ) -> list[_Port]:
+        """The inputs or outputs that can be served; for each of the others a problem is added to ``faults``."""
         if not nodes:
             raise self._error(f"it has no {kind}s, expected at least one", f"export it with the {kind}s as arguments")
         ports: dict[str, _Port] = {}
         for node in nodes:
-            port = self._port(kind, node, named)
-            first_port = ports.setdefault(port.tensor.name, port)
-            if first_port is not port:
-                raise self._error(
-                    f"{kind}s {first_port.onnx_name!r} and {node.name!r} would both be named {port.tensor.name!r}",
-                    f"name one of them in options: `rename: {{{node.name!r}: ...}}`",
-                )
+            try:
+                port = self._port(kind, node, named)
+                first_port = ports.setdefault(port.tensor.name, port)
+                if first_port is not port:
+                    raise self._error(
+                        f"{kind}s {first_port.onnx_name!r} and {node.name!r} would both be named {port.tensor.name!r}",
+                        f"name one of them in options: `rename: {{{node.name!r}: ...}}`",
+                    )
+            except LoadError as error:
+                faults.append(error.problem)
         return list(ports.values())
 
     def _port(self, kind: str, node: Any, named: Mapping[str, str]) -> _Port:
@@ -246,14 +262,12 @@ class OnnxModel(Model):
             raise self._error(
                 f"{where}, shape: expected the batch axis as first dimension, got none: it is a scalar, or the file "
                 "does not say",
-                "export it as [batch, ...]; onnx.shape_inference.infer_shapes finds shapes that are only missing; or "
-                f"{WITHOUT_BATCH}",
+                f"{WITHOUT_BATCH}; onnx.shape_inference.infer_shapes finds shapes that are only missing",
             )
         elif isinstance(first, int) and first not in (-1, 1):
             raise self._error(
                 f"{where}, shape: expected a batch axis of any size, or 1, as first dimension, got {first}",
-                "export it with that dimension dynamic: torch.onnx.export's dynamic_shapes or dynamic_axes; or "
-                f"{WITHOUT_BATCH}",
+                f"{WITHOUT_BATCH}{_EXPORT if self._has_fixed_batch else ''}",
             )
         dims = [dim if isinstance(dim, int) else -1 for dim in row_shape]
         dimensions = named_dimensions(row_shape)

@@ -413,6 +413,21 @@ def test_a_fixed_batch_says_how_to_export_without(identity: Write) -> None:
     assert loaded(identity(FLOAT, [4, 2]), batch="none").inputs[0].shape == (4, 2)
 
 
+def test_all_faults_of_a_file_are_named_and_none_is_an_export_that_can_not_help(write: Write) -> None:
+    path = write(
+        [helper.make_node("Add", ["x", "state"], ["sum"]), helper.make_node("Mul", ["sum", "rate"], ["y"])],
+        [("x", FLOAT, ["batch", 3]), ("state", FLOAT, [2, "batch", 3]), ("rate", FLOAT, [])],
+        [("y", FLOAT, [2, "batch", 3])],
+    )
+    said = refusal(path)
+    assert (
+        "input 'state', shape: expected a batch axis of any size, or 1, as first dimension, got 2; input 'rate'" in said
+    )
+    assert "output 'y', shape: expected a batch axis of any size, or 1, as first dimension, got 2" in said
+    assert said.count("set `options.batch: none`") == 2  # for dimensions and for a scalar
+    assert "export" not in said
+
+
 def test_an_element_type_that_has_no_numpy_array(identity: Write) -> None:
     message = refusal(identity(TensorProto.BFLOAT16, ["n", 2]))
     assert "input 'x', type: expected a tensor of bool, int8" in message
