@@ -548,7 +548,7 @@ async def test_a_vllm_is_relayed_with_the_token_on_its_routes_only() -> None:
             await upstream.send("POST", "/v1/completions", b'{"prompt": "x"}')
             assert upstream.status == 200
             assert (await upstream.whole()).endswith(b"data: [DONE]\n\n")
-            upstream.close()
+            upstream.release()
         assert standing.connections == 1
 
         async def begin(exchange: vllm.Exchange) -> None:
