@@ -226,9 +226,7 @@ class OnnxModel(Model):
         except Exception as error:  # ONNX Runtime's errors have no common base class
             raise self._error(*_unreadable(str(error), onnxruntime.__version__)) from error
 
-    def _ports(
-        self, kind: str, nodes: Sequence[Any], named: Mapping[str, str], faults: list[Problem]
-    ) -> list[_Port]:
+    def _ports(self, kind: str, nodes: Sequence[Any], named: Mapping[str, str], faults: list[Problem]) -> list[_Port]:
         """The inputs or outputs that can be served; for each of the others a problem is added to ``faults``."""
         if not nodes:
             raise self._error(f"it has no {kind}s, expected at least one", f"export it with the {kind}s as arguments")
