@@ -21,7 +21,7 @@ from headwater.signature import Signature, TensorSpec
 from headwater.wire.example_rows import example_hint, example_rows
 from headwater.wire.frame import decode_frame
 from headwater.wire.handshake import ReplicaSpec, WarmUpRequest
-from headwater.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, decode_reports
+from headwater.wire.report import HEADWATER, OF_VALUES, REPORT, CallNote, RowReport, Status, decode_reports
 from headwater.wire.shared_memory import (
     ANSWER_HEAD_BYTES,
     SHARED_FROM_BYTES,
@@ -37,8 +37,6 @@ __all__ = ["grpc_outputs", "warm_up"]
 
 LONGEST_CALL_S: Final = 5.0
 """Seconds that a call of the warm-up may take; from the first call on that would take longer, sizes are left out."""
-_OF_VALUES: Final = (Status.RAISED, Status.BAD_INPUT, Status.BAD_OUTPUT)
-"""Outcomes that other values of the inputs may change."""
 _RAISED: Final = re.compile(r"(?:(?:step|model) `[^`]*`: )?(\w+)(?::|\Z)")
 """Matches the exception's class at the beginning of the message of a row whose call raised."""
 
@@ -90,7 +88,7 @@ def warm_up(
         if (failed := next((found for found in reports if found.status is not Status.OK), None)) is None:
             continue
         failure = f"warm-up with a batch of {rows}: {failed.message}"
-        if not signature.invented or failed.status not in _OF_VALUES:
+        if not signature.invented or failed.status not in OF_VALUES:
             raise (ModelUnfit if _is_permanent(failed) else ReplicaError)(failure)
         report(
             "warning",

@@ -107,7 +107,9 @@ class Uplink:
         self._hello = functools.partial(Hello, workers=workers, gateway=secrets.token_hex(8))
         self._tls = tls
         self.children = children
+        """The processes of this gateway."""
         self.control = control
+        """The link to this gateway's workers."""
         self._on_change = on_change
         self._trouble = ""
         """Why the supervisor can't be found now; empty: it is known."""

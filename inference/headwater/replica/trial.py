@@ -21,7 +21,7 @@ from headwater.wire.arrays import Array
 from headwater.wire.example_rows import example_hint, example_rows
 from headwater.wire.frame import FRAME, decode_frame
 from headwater.wire.handshake import ReplicaSpec
-from headwater.wire.report import HEADWATER, REPORT, CallNote, Status, decode_reports
+from headwater.wire.report import HEADWATER, OF_VALUES, REPORT, CallNote, Status, decode_reports
 
 __all__ = ["try_loading"]
 
@@ -80,8 +80,7 @@ def _request(served: Served, note: CallNote) -> Any:
 
 def _check(status: Status, message: str) -> None:
     if status is not Status.OK:
-        is_of_values = status in (Status.RAISED, Status.BAD_INPUT, Status.BAD_OUTPUT)
-        raise (_TrialFailed if is_of_values else ReplicaError)(f"warm-up with a batch of 1: {message}")
+        raise (_TrialFailed if status in OF_VALUES else ReplicaError)(f"warm-up with a batch of 1: {message}")
 
 
 def _example(tensor: TensorSpec, value: object) -> Array:

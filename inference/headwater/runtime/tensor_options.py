@@ -115,6 +115,11 @@ def set_example(title: str, model: Model, options: Mapping[str, Any], search: Se
         model.example = {name: np.asarray(value).tolist() for name, value in rows.items()}  # type: ignore[misc]
     if (sizes := options.get("sizes")) is not None:
         model.example_sizes = _sizes(title, sizes, specs.values())  # type: ignore[misc]
+        for spec in Signature.of(model, name="model", max_batch_size=1).inputs:
+            if math.prod(spec.example_shape) > LARGEST_ROW:
+                shape = list(spec.example_shape)
+                reason = f"options.sizes: input {spec.name!r} would have the shape {shape}, over {LARGEST_ROW} elements"
+                raise LoadError(Problem(title, reason, "choose smaller sizes"))
 
 
 def _rows(title: str, example: Any, specs: Mapping[str, TensorSpec], search: Sequence[str]) -> Mapping[str, Any]:
@@ -163,12 +168,6 @@ def _sizes(title: str, sizes: Any, inputs: Collection[TensorSpec]) -> Mapping[st
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             reason = f"options.sizes.{name}: expected a whole number of 1 or more, got {size!r:.80}"
             raise LoadError(Problem(title, reason, "correct the size"))
-    for spec in inputs:
-        names_of_dims = spec.dimensions or [""] * len(spec.shape)
-        shape = [sizes.get(name, 1) if dim < 0 else dim for dim, name in zip(spec.shape, names_of_dims, strict=True)]
-        if math.prod(shape) > LARGEST_ROW:
-            reason = f"options.sizes: input {spec.name!r} would have the shape {shape}, over {LARGEST_ROW} elements"
-            raise LoadError(Problem(title, reason, "choose smaller sizes"))
     return sizes
 
 

@@ -33,6 +33,7 @@ from headwater.wire.shared_memory import SharedCall
 
 __all__ = [
     "HEADWATER",
+    "OF_VALUES",
     "REPORT",
     "CallNote",
     "CallReport",
@@ -68,6 +69,10 @@ class Status(enum.IntEnum):
     """The replica can't open the call's shared memory (`headwater.wire.shared_memory`); nothing was computed."""
     OUT_OF_MEMORY = 6
     """The device's memory is too small for the row, even in a batch by itself, or for a batch that can't be split."""
+
+
+OF_VALUES: Final = frozenset({Status.RAISED, Status.BAD_OUTPUT, Status.BAD_INPUT})
+"""Outcomes that other values of the inputs may change."""
 
 
 class RowReport(NamedTuple):
