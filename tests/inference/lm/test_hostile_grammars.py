@@ -155,7 +155,8 @@ def test_a_compilation_ends_when_its_client_has_left(engine: SlotEngine, grammar
         engine.cancel("waits for nothing")
         step_until(engine, have_ended)
     engine.submit(request("b", PROMPT, 20, grammar=DIGITS))  # if they still took places, it would wait for ever
-    assert text_of(by_id(step_until(engine, ended("b")))["b"]).isdecimal()
+    events = step_until(engine, ended("b"))  # perhaps with cancellations of several rounds, which have the same ids
+    assert text_of([event for event in events if event.id == "b"]).isdecimal()
     assert not grammars.compile(ENDLESS, "").error  # no time was up
 
 
