@@ -263,7 +263,7 @@ class Model:
     """
 
     inputs: ClassVar[Sequence[Tensor]] = ()
-    """The keyword arguments of `__call__`. Each array has the batch axis first."""
+    """The keyword arguments of `__call__`. Each array has the batch axis first, unless `batch` is None."""
 
     outputs: ClassVar[Sequence[Tensor]] = ()
     """The keys of the dict that `__call__` returns. All must be present, each with as many rows as the inputs."""
@@ -286,11 +286,17 @@ class Model:
     """For a step of a pipeline: whether `__call__` writes into inputs that are outputs of other steps. If it does, it
     gets copies of these inputs. Without this declaration a call that writes into such an input fails."""
 
+    batch: ClassVar[Literal["rows"] | None] = "rows"
+    """``"rows"``: arrays have a batch axis, and the rows of several requests may share a call. None: arrays have the
+    declared shapes without a batch axis, a request is one call, and the callable gets the value of a ``per="row"``
+    parameter instead of a list. A client that sends a batch axis has a call for each row."""
+
     takes_one_row: ClassVar[bool] = False
-    """Whether each call has exactly one row, regardless of ``batching.max_batch_size``."""
+    """Whether each call has exactly one row, regardless of ``batching.max_batch_size``; implied by ``batch = None``."""
 
     bare_rows: ClassVar[bool] = False
-    """Whether a request to ``/infer`` may also be a row without the batch axis; the answer then has no batch axis."""
+    """Whether a request to ``/infer`` may also be a row without the batch axis; the answer then has no batch axis.
+    Implied by ``batch = None``."""
 
     embedding: ClassVar[Embedding | None] = None
     """Set to serve the model at ``/v1/embeddings`` too."""

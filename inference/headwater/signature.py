@@ -195,6 +195,10 @@ class Signature(msgspec.Struct, frozen=True):
             if not isinstance(parameter, Parameter):
                 raise DeclarationError(f"{kind}.parameters: expected a list of Parameter, got {parameter!r}")
         _check_unique(f"{kind}.parameters", [parameter.name for parameter in parameters])
+        if model.batch not in ("rows", None):
+            raise DeclarationError(f"{kind}.batch: expected 'rows' or None, got {model.batch!r}")
+        if parameters and "parameters" in {spec.name for spec in inputs}:
+            raise DeclarationError(f"{kind}.inputs, 'parameters': the name is that of the argument with the parameters")
         check_mappings(kind, model)
         example = dict(model.example) if model.example is not None else None
         for key in example or {}:
@@ -217,7 +221,7 @@ class Signature(msgspec.Struct, frozen=True):
             inputs=inputs,
             outputs=outputs,
             parameters=parameters,
-            max_batch_size=1 if model.takes_one_row else max_batch_size,
+            max_batch_size=1 if model.takes_one_row or model.batch is None else max_batch_size,
             idempotent=model.idempotent,
             embedding=model.embedding,
             reranking=model.reranking,
@@ -225,7 +229,7 @@ class Signature(msgspec.Struct, frozen=True):
             transcription=model.transcription,
             example=example,
             description=description if type(model).__doc__ else "",
-            bare_rows=model.bare_rows,
+            bare_rows=model.bare_rows or model.batch is None,
             streams=inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call),
             overlaps=inspect.iscoroutinefunction(call),
         )

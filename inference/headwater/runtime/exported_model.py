@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from headwater.errors import DeclarationError, LoadError, Problem
 from headwater.model import Model, Tensor
@@ -45,7 +45,7 @@ class ExportedModel(Model):
     Args:
         path: the file.
         rename: maps names of inputs and outputs to names in requests.
-        has_batch_axis: if not, a row is one run with tensors of the program's shapes, and a scalar is declared as [1].
+        batch: see `Model.batch`; without a batch axis a scalar is declared as [1].
         is_stateful: whether calls may change the program's tensors.
 
     Raises:
@@ -62,14 +62,12 @@ class ExportedModel(Model):
         path: Path,
         *,
         rename: Mapping[str, str] | None = None,
-        has_batch_axis: bool = True,
+        batch: Literal["rows"] | None = "rows",
         is_stateful: bool = False,
     ) -> None:
         import torch
 
-        self._has_batch_axis = has_batch_axis
-        self.takes_one_row = not has_batch_axis  # type: ignore[misc]
-        self.bare_rows = not has_batch_axis  # type: ignore[misc]
+        self.batch = batch  # type: ignore[misc]
         self._title = f"model torch:{path}"
         try:
             self._program = program = torch.export.load(path)
@@ -100,7 +98,7 @@ class ExportedModel(Model):
             for place, (name, arg) in enumerate(zip(in_names, taken, strict=True))
             if not hasattr(arg, "value")
         ]
-        if has_batch_axis:
+        if batch is not None:
             for _, name, value in inputs:
                 self._note_batch(f"input {name!r}", name, value)
             self._check_batch_axis([(name, value) for _, name, value in inputs])
@@ -151,15 +149,16 @@ class ExportedModel(Model):
         arrays = [inputs[port.tensor.name] for port in self._inputs]
         rows = len(arrays[0])
         max_rows = self._max_rows or rows
-        if not self._has_batch_axis:
-            runs = [[result[None] for result in self._run([array[row] for array in arrays])] for row in range(rows)]
-            results = self._joined(runs, [1] * rows)
-        elif rows <= max_rows:
+        if self.batch is None or rows <= max_rows:
             results = self._run(arrays)
         else:
             starts = range(0, rows, max_rows)
             runs = [self._run([array[start : start + max_rows] for array in arrays]) for start in starts]
-            results = self._joined(runs, [min(max_rows, rows - start) for start in starts])
+            sizes = [min(max_rows, rows - start) for start in starts]
+            results = [
+                joined_runs(port.tensor.name, pieces, sizes)
+                for port, pieces in zip(self._outputs, zip(*runs, strict=True), strict=True)
+            ]
         return {
             port.tensor.name: result.reshape(-1, 1) if port.is_flat and result.ndim == 1 else result
             for port, result in zip(self._outputs, results, strict=True)
@@ -168,11 +167,6 @@ class ExportedModel(Model):
     def unload(self) -> None:
         """Free the program."""
         del self._net, self._buffers
-
-    def _joined(self, runs: Sequence[Sequence[torch.Tensor]], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """The outputs of several runs, joined by rows."""
-        outputs = zip(self._outputs, zip(*runs, strict=True), strict=True)
-        return [joined_runs(port.tensor.name, pieces, sizes) for port, pieces in outputs]
 
     def _run(self, arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         from torch.utils import _pytree
@@ -238,7 +232,7 @@ class ExportedModel(Model):
                 "export it with tensors of these types, if necessary with a cast in the model",
             )
         shape = _shape_of(value)
-        if not self._has_batch_axis:
+        if self.batch is None:
             return self._declared(kind, place, name, datatype, shape)
         if not shape:
             reason = f"{where}, shape: expected the batch axis as first dimension, got a scalar"

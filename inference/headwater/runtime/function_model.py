@@ -8,7 +8,14 @@ from typing import Any, ClassVar
 
 from headwater.errors import LoadError, Problem
 from headwater.model import Model
-from headwater.runtime.tensor_options import EXAMPLES, check_names, declared_tensors, set_example
+from headwater.runtime.tensor_options import (
+    BATCH,
+    EXAMPLES,
+    check_names,
+    declared_batch,
+    declared_tensors,
+    set_example,
+)
 
 __all__ = ["FunctionModel", "open_function"]
 
@@ -67,13 +74,14 @@ def open_function(
     ``arrays: torch``. It returns or yields a dict of arrays by output name, or a single array if there is only one
     output.
 
-    The options are ``inputs``, ``outputs`` and ``arrays``, and ``example`` and ``sizes`` (see `set_example`).
+    The options are ``inputs``, ``outputs`` and ``arrays``, ``batch: none`` for a function of arrays without a batch
+    axis, and ``example`` and ``sizes`` (see `set_example`).
 
     Raises:
         LoadError: an option is unknown, missing or invalid, or the function takes other arguments.
     """
     title = f"model {reference}"
-    check_names(title, options, ["inputs", "outputs", "arrays", *EXAMPLES])
+    check_names(title, options, ["inputs", "outputs", "arrays", BATCH, *EXAMPLES])
     inputs, outputs = (declared_tensors(title, options, where) for where in ("inputs", "outputs"))
     arrays = options.get("arrays", "numpy")
     if arrays not in ("numpy", "torch"):
@@ -98,7 +106,10 @@ def open_function(
         base = _Generator
     elif inspect.iscoroutinefunction(function):
         base = _Async
-    declared = {"inputs": inputs, "outputs": outputs, "arrays": arrays, "function": staticmethod(function)}
+    declared = {
+        "inputs": inputs, "outputs": outputs, "arrays": arrays, "batch": declared_batch(title, options),
+        "function": staticmethod(function),
+    }  # fmt: skip
     origin = {"__doc__": function.__doc__, "__module__": function.__module__}
     model: FunctionModel = type(function.__name__, (base,), {**declared, **origin})()
     set_example(title, model, options, search)

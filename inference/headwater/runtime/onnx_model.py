@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -19,9 +19,9 @@ from headwater.runtime.tensor_options import (
     EXAMPLES,
     SHAPES,
     WITHOUT_BATCH,
-    asks_batch_axis,
     check_names,
     corrected_shapes,
+    declared_batch,
     named_dimensions,
     new_names,
     served_name,
@@ -80,7 +80,7 @@ class OnnxModel(Model):
         path: the file.
         rename: maps names of inputs and outputs in the file to names in requests.
         shapes: the shapes of rows of inputs and outputs that the file declares wrongly, by name in the file.
-        has_batch_axis: if not, a row is one run with tensors of the file's shapes, and a scalar is declared as [1].
+        batch: see `Model.batch`; without a batch axis a scalar is declared as [1].
 
     Raises:
         LoadError: ONNX Runtime can't read the file, or an input or output can't be served; the message names it.
@@ -94,12 +94,10 @@ class OnnxModel(Model):
         *,
         rename: Mapping[str, str] | None = None,
         shapes: Mapping[str, Sequence[int | str]] | None = None,
-        has_batch_axis: bool = True,
+        batch: Literal["rows"] | None = "rows",
     ) -> None:
         self._path = path
-        self._has_batch_axis = has_batch_axis
-        self.takes_one_row = not has_batch_axis  # type: ignore[misc]
-        self.bare_rows = not has_batch_axis  # type: ignore[misc]
+        self.batch = batch  # type: ignore[misc]
         self._title = f"model onnx:{path}"
         # Opened without optimization, only to read its declarations; `load` opens it again for the device.
         session = self._open([CPU], optimize=False)
@@ -116,9 +114,10 @@ class OnnxModel(Model):
         if faults:
             reasons, fixes = "; ".join(fault.reason for fault in faults), dict.fromkeys(fault.fix for fault in faults)
             raise self._error(reasons, "; ".join(fixes))
-        if has_batch_axis:
+        if batch is not None:
             self._check_batch_axis()
-        self._row_by_row = not has_batch_axis or any(port.takes_one_row for port in (*self._inputs, *self._outputs))
+        ports = (*self._inputs, *self._outputs)
+        self._row_by_row = batch is not None and any(port.takes_one_row for port in ports)
         # The file declares them, not the class.
         self.inputs = tuple(port.tensor for port in self._inputs)  # type: ignore[misc]
         self.outputs = tuple(port.tensor for port in self._outputs)  # type: ignore[misc]
@@ -163,10 +162,13 @@ class OnnxModel(Model):
         feed = {port.onnx_name: _fed(port, inputs[port.tensor.name]) for port in self._inputs}
         names = [port.onnx_name for port in self._outputs]
         if not self._row_by_row:
-            results = self._session.run(names, feed)
+            results = [np.asarray(result) for result in self._session.run(names, feed)]  # scalars are arrays, too
         else:
             rows = len(next(iter(feed.values())))
-            singles = [self._run_row(names, feed, row) for row in range(rows)]
+            singles = [
+                self._session.run(names, {name: array[row : row + 1] for name, array in feed.items()})
+                for row in range(rows)
+            ]
             results = [
                 joined_runs(port.tensor.name, pieces, [1] * rows)
                 for port, pieces in zip(self._outputs, zip(*singles, strict=True), strict=True)
@@ -176,17 +178,6 @@ class OnnxModel(Model):
     def unload(self) -> None:
         """Free the session."""
         del self._session
-
-    def _run_row(self, names: Sequence[str], feed: Mapping[str, Array], row: int) -> list[Array]:
-        """The outputs for one row, with the batch axis."""
-        if self._has_batch_axis:
-            outputs: list[Array] = self._session.run(
-                names, {name: array[row : row + 1] for name, array in feed.items()}
-            )
-            return outputs
-        # The ellipsis makes a scalar an array, too.
-        results = self._session.run(names, {name: array[row, ...] for name, array in feed.items()})
-        return [np.asarray(result)[np.newaxis] for result in results]
 
     def _check_batch_axis(self) -> None:
         """Check that no input or output has the first dimension 1 if an input has a dynamic first dimension. Otherwise
@@ -254,7 +245,7 @@ class OnnxModel(Model):
                 "export it with one of these types, if necessary with a cast in the model",
             )
         first, *row_shape = node.shape or (None,)
-        if not self._has_batch_axis:
+        if self.batch is None:
             row_shape = node.shape
         elif not node.shape:
             raise self._error(
@@ -293,9 +284,8 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
     title = f"model onnx:{path}"
     check_names(title, options, ["rename", SHAPES, BATCH, *EXAMPLES])
     file = find_path(title, path, search, "file")
-    has_batch_axis = asks_batch_axis(title, options)
     rename, shapes = options.get("rename"), options.get(SHAPES)
-    model = OnnxModel(file, rename=rename, shapes=shapes, has_batch_axis=has_batch_axis)
+    model = OnnxModel(file, rename=rename, shapes=shapes, batch=declared_batch(title, options))
     set_example(title, model, options, search)
     return model
 
@@ -332,7 +322,7 @@ def _fed(port: _Port, array: Array) -> Array:
     """An input in the file's shape and type."""
     if port.tensor.datatype == "BYTES":
         array = _decoded(port.tensor.name, array)
-    return array.reshape(len(array)) if port.is_flat else array
+    return array.reshape(array.shape[:-1]) if port.is_flat else array
 
 
 def _decoded(name: str, array: Array) -> Array:

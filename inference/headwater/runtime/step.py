@@ -26,6 +26,7 @@ from headwater.runtime.values import (
     converted,
     copied,
     joined,
+    one_row,
     overlaps,
     refuses_writes,
     rows_of,
@@ -423,11 +424,17 @@ class Step:
             if not self.model.mutates_features:
                 watched.append(_Watched(spec.name, taken, version_of(taken), is_shared))
             arguments[spec.name] = taken
+        has_batch_axis = self.model.batch is not None
+        if not has_batch_axis:  # the call has one row
+            arguments = {name: None if value is None else value[0] for name, value in arguments.items()}
         if self.planned.signature.parameters:
+            per_row = step_input.row_parameters
             arguments["parameters"] = {
-                parameter.name: [step_input.row_parameters[parameter.name][row] for row in rows]
-                if parameter.per == "row"
-                else step_input.parameters[parameter.name]
+                parameter.name: step_input.parameters[parameter.name]
+                if parameter.per == "batch"
+                else [per_row[parameter.name][row] for row in rows]
+                if has_batch_axis
+                else per_row[parameter.name][rows[0]]
                 for parameter in self.planned.signature.parameters
             }
         return arguments, watched
@@ -456,6 +463,8 @@ class Step:
         for name in result:
             if name not in self._outputs:
                 raise BadOutput(f"{kind} returned an output {name!r}, expected {', '.join(self._outputs)}")
+        if self.model.batch is None:
+            result = {name: one_row(value) for name, value in result.items()}
         values: dict[str, Any] = {}
         for handover in self._handovers:
             value = checked(

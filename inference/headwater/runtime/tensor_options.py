@@ -6,7 +6,7 @@ import math
 import re
 import zipfile
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from headwater.signature import Signature, TensorSpec
 from headwater.wire.example_rows import example_rows
 
 __all__ = [
-    "BATCH", "EXAMPLES", "SHAPES", "WITHOUT_BATCH", "asks_batch_axis", "check_names", "corrected_shapes",
+    "BATCH", "EXAMPLES", "SHAPES", "WITHOUT_BATCH", "check_names", "corrected_shapes", "declared_batch",
     "declared_tensors", "named_dimensions", "new_names", "served_name", "set_example",
 ]  # fmt: skip
 
@@ -75,8 +75,8 @@ def check_names(title: str, options: Mapping[str, Any], option_names: Sequence[s
             raise LoadError(Problem(title, reason, f"correct or remove `options.{name}`"))
 
 
-def asks_batch_axis(title: str, options: Mapping[str, Any]) -> bool:
-    """Whether the tensors of a deployment's model have a batch axis: False with ``batch: none``.
+def declared_batch(title: str, options: Mapping[str, Any]) -> Literal["rows"] | None:
+    """`Model.batch` of a deployment's model: None with ``batch: none``.
 
     Raises:
         LoadError: the option has another value.
@@ -85,7 +85,7 @@ def asks_batch_axis(title: str, options: Mapping[str, Any]) -> bool:
     if batch not in (None, "none"):
         reason = f"options.{BATCH}: expected none, got {batch!r:.80}"
         raise LoadError(Problem(title, reason, f"correct or remove `options.{BATCH}`"))
-    return batch is None
+    return "rows" if batch is None else None
 
 
 def set_example(title: str, model: Model, options: Mapping[str, Any], search: Sequence[str] = ()) -> None:

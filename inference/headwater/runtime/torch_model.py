@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from headwater.environment import check_installed
-from headwater.errors import BadOutput, LoadError, Problem
-from headwater.model import Model, Tensor
+from headwater.errors import BadOutput, DeclarationError, LoadError, Problem
+from headwater.model import Model, Parameter, Tensor
 from headwater.reference import find_path
 from headwater.runtime.compiled import COMPILE
 from headwater.runtime.exported_model import ExportedModel
@@ -17,18 +17,20 @@ from headwater.runtime.module_state import STATEFUL, asks_stateful, changed, cop
 from headwater.runtime.tensor_options import (
     BATCH,
     EXAMPLES,
-    asks_batch_axis,
     check_names,
+    declared_batch,
     declared_tensors,
     set_example,
 )
-from headwater.runtime.values import joined_runs
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["ScriptModel", "open_model"]
 
+_KINDS: Final[tuple[Literal["str", "int", "float", "bool"], ...]] = ("str", "int", "float", "bool")
+_SCALARS: Final = {script_type: kind for kind in _KINDS for script_type in (kind, f"Optional[{kind}]")}
+"""Types of parameters by TorchScript's types."""
 _TRY_EXPORT = "export the model with torch.export.export and torch.export.save, and name that file"
 
 
@@ -39,11 +41,13 @@ class ScriptModel(Model):
         path: the file.
         inputs: arguments of the file's ``forward``, by name.
         outputs: the results of ``forward``: a tensor, several tensors in this order, or a dict with these keys.
-        has_batch_axis: if not, a row is one call of ``forward`` with tensors of the declared shapes.
+        values: values of arguments that are numbers, texts or truth values, by name: the defaults of request parameters
+            with these names. Other arguments that are no inputs have the defaults of ``forward``.
+        batch: see `Model.batch`.
         is_stateful: whether calls may change the file's tensors.
 
     Raises:
-        LoadError: torch can't read the file, its ``forward`` takes other arguments, or it has state although
+        LoadError: torch can't read the file, its ``forward`` takes other arguments or values, or it has state although
             ``is_stateful`` is false; the message names the arguments or tensors.
     """
 
@@ -55,17 +59,16 @@ class ScriptModel(Model):
         path: Path,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
+        values: Mapping[str, Any] = {},
         *,
-        has_batch_axis: bool = True,
+        batch: Literal["rows"] | None = "rows",
         is_stateful: bool = False,
     ) -> None:
-        self._has_batch_axis = has_batch_axis
-        self.takes_one_row = not has_batch_axis  # type: ignore[misc]
-        self.bare_rows = not has_batch_axis  # type: ignore[misc]
+        self.batch = batch  # type: ignore[misc]
         self._path = path
         self._title = f"model torch:{path}"
         module = self._open("cpu")
-        self._check_arguments(module, [tensor.name for tensor in inputs])
+        self.parameters = self._parameters(module, [tensor.name for tensor in inputs], values)  # type: ignore[misc]
         self.is_stateful = is_stateful
         self.idempotent = not is_stateful  # type: ignore[misc]
         if not is_stateful and (names := script_writes(module)):
@@ -93,26 +96,16 @@ class ScriptModel(Model):
             raise LoadError(state_problem(self._title, names))
         self._before = {}
 
-    def __call__(self, /, **inputs: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    def __call__(self, /, **inputs: Any) -> dict[str, torch.Tensor]:
         """Compute all outputs.
 
         Raises:
-            BadOutput: a tensor or a tuple was returned, with more or fewer outputs than the configuration declares; or
-                there is no batch axis, and rows differ in shape.
+            BadOutput: a tensor or a tuple was returned, with more or fewer outputs than the configuration declares.
         """
+        parameters = inputs.pop("parameters") if self.parameters else {}
         tensors = {name: value for name, value in inputs.items() if value is not None}
-        if self._has_batch_axis:
-            return self._run(tensors)
-        rows = len(next(iter(tensors.values())))
-        runs = [self._run({name: value[row] for name, value in tensors.items()}) for row in range(rows)]
-        return {
-            name: joined_runs(name, [run[name].reshape(run[name].shape or (1,))[None] for run in runs], [1] * rows)
-            for name in runs[0]
-        }
-
-    def _run(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         names = [tensor.name for tensor in self.outputs]
-        result = self._net(**tensors)
+        result = self._net(**tensors, **parameters)
         if isinstance(result, dict):
             return result
         values = list(result) if isinstance(result, (tuple, list)) else [result]
@@ -137,7 +130,12 @@ class ScriptModel(Model):
             reason = f"torch {torch.__version__} can't read it: {type(error).__name__}: {text}"
             raise LoadError(Problem(self._title, reason, "save or copy it again")) from error
 
-    def _check_arguments(self, module: Any, declared: Sequence[str]) -> None:
+    def _parameters(self, module: Any, declared: Sequence[str], values: Mapping[str, Any]) -> tuple[Parameter, ...]:
+        """The request parameters of these values.
+
+        Raises:
+            LoadError: ``forward`` doesn't take these inputs or values, or needs others; the message names them.
+        """
         if not hasattr(module, "forward"):
             reason = "it has no `forward`; expected a module with `forward`"
             raise LoadError(Problem(self._title, reason, "save a module that has it"))
@@ -147,18 +145,37 @@ class ScriptModel(Model):
             if name not in names:
                 reason = f"options.inputs: its forward has no argument {name!r}; its arguments are {', '.join(names)}"
                 raise LoadError(Problem(self._title, reason, "name the inputs as the arguments"))
+        types = {argument.name: _SCALARS.get(str(argument.real_type)) for argument in arguments}
         for argument in arguments:
-            if argument.name not in declared and not argument.has_default_value():
-                reason = f"options.inputs: its forward needs the argument {argument.name!r}, which is missing"
-                raise LoadError(Problem(self._title, reason, f"declare {argument.name!r}"))
+            name, kind = argument.name, types[argument.name]
+            if name in declared or name in values or argument.has_default_value():
+                continue
+            option, given = "inputs" if kind is None else "parameters", f"{name!r} ({argument.real_type})"
+            reason = f"options.{option}: its forward needs the argument {given}, which is missing"
+            fix = f"declare {name!r}" if kind is None else f"give a value, such as `parameters: {{{name}: ...}}`"
+            raise LoadError(Problem(self._title, reason, fix))
+        parameters = []
+        for name, value in values.items():
+            kind = types.get(name)
+            if kind is None or name in declared:
+                scalars = ", ".join(name for name, kind in types.items() if kind is not None and name not in declared)
+                reason = f"options.parameters: its forward has no argument {name!r} that is a number or text"
+                fix = f"its arguments of this kind are {scalars}" if scalars else "remove it"
+                raise LoadError(Problem(self._title, reason, fix))
+            try:
+                parameters.append(Parameter(name, kind, value))
+            except DeclarationError as error:
+                reason = f"options.parameters: {error}"
+                raise LoadError(Problem(self._title, reason, f"correct `options.parameters.{name}`")) from error
+        return tuple(parameters)
 
 
 def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()) -> Model:
     """Find a file of torch, as `find_path` does, and make a model of it, not yet loaded.
 
     The options of a file of torch.export are ``rename`` (see `ExportedModel`) and ``compile``; the options of a
-    TorchScript file are ``inputs`` and ``outputs`` (see `ScriptModel`). Both have ``stateful``, ``batch: none`` for a
-    file without a batch axis, and ``example`` and ``sizes`` (see `set_example`).
+    TorchScript file are ``inputs``, ``outputs`` and ``parameters`` (see `ScriptModel`). Both have ``stateful``,
+    ``batch: none`` for a file without a batch axis, and ``example`` and ``sizes`` (see `set_example`).
 
     Raises:
         LoadError: there is no such file, or no such option, or the file can't be served.
@@ -172,7 +189,7 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
         model: Model = ExportedModel(
             file,
             rename=options.get("rename"),
-            has_batch_axis=asks_batch_axis(title, options),
+            batch=declared_batch(title, options),
             is_stateful=asks_stateful(title, options),
         )
         set_example(title, model, options, search)
@@ -180,13 +197,18 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
     if COMPILE in options:
         reason = f"options.{COMPILE}: torch.compile doesn't take TorchScript"
         raise LoadError(Problem(title, reason, f"remove `options.{COMPILE}`, or {_TRY_EXPORT}"))
-    check_names(title, options, ["inputs", "outputs", BATCH, STATEFUL, *EXAMPLES])
+    check_names(title, options, ["inputs", "outputs", "parameters", BATCH, STATEFUL, *EXAMPLES])
     inputs, outputs = (declared_tensors(title, options, where) for where in ("inputs", "outputs"))
+    values = options.get("parameters", {})
+    if not isinstance(values, Mapping):
+        reason = f"options.parameters: expected values by the names of forward's arguments, got {values!r:.80}"
+        raise LoadError(Problem(title, reason, "write it such as `parameters: {sr: 16000}`"))
     model = ScriptModel(
         file,
         inputs,
         outputs,
-        has_batch_axis=asks_batch_axis(title, options),
+        values,
+        batch=declared_batch(title, options),
         is_stateful=asks_stateful(title, options),
     )
     set_example(title, model, options, search)

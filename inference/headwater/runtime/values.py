@@ -17,8 +17,8 @@ from headwater.signature import TensorSpec
 from headwater.wire.arrays import NAMES, as_objects, fits, sent
 
 __all__ = [
-    "TORCH_NAMES", "checked", "converted", "copied", "joined", "joined_runs", "overlaps", "refuses_writes", "rows_of",
-    "settled", "version_of",
+    "TORCH_NAMES", "checked", "converted", "copied", "joined", "joined_runs", "one_row", "overlaps", "refuses_writes",
+    "rows_of", "settled", "version_of",
 ]  # fmt: skip
 
 TORCH_NAMES: Final = {"bfloat16": "BF16", **{dtype.name: name for dtype, name in NAMES.items()}}
@@ -105,6 +105,16 @@ def joined(values: Sequence[Any]) -> Any:
     if _is_torch(values[0]):
         return sys.modules["torch"].cat(list(values))
     return np.concatenate(values)
+
+
+def one_row(value: Any) -> Any:
+    """An output without a batch axis, as a batch of one row; a scalar becomes a row of shape [1]. Other values than
+    arrays, tensors and lists are returned unchanged."""
+    if isinstance(value, (list, tuple)):
+        return [value]
+    if isinstance(value, (np.ndarray, np.generic)) or _is_torch(value):
+        return value.reshape((1, *(value.shape or (1,))))
+    return value
 
 
 def joined_runs(name: str, pieces: Sequence[Any], sizes: Sequence[int]) -> Any:

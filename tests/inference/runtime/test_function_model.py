@@ -118,6 +118,12 @@ def test_arrays_are_torchs_if_asked_for() -> None:
     assert "options.arrays: expected numpy or torch, got 'jax'" in failure("double", **ONE, arrays="jax")
 
 
+def test_without_a_batch_axis_a_request_is_a_call() -> None:
+    signature = Signature.of(open_as("double", batch="none"), name="double", max_batch_size=8)
+    assert (signature.max_batch_size, signature.bare_rows) == (1, True)
+    assert "options.batch: expected none, got 'rows'" in failure("double", **ONE, batch="rows")
+
+
 def test_what_does_not_fit_is_named() -> None:
     assert "options.inputs is required, but missing" in failure("double")
     assert "options.outputs is required, but missing" in failure("double", inputs=[X])

@@ -7,7 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -16,11 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headwater import BadInput, Model, Parameter, Tensor
-from headwater.errors import OutputMismatch
+from headwater.errors import DeclarationError, OutputMismatch
 from headwater.runtime.capacity import Capacity
 from headwater.runtime.fused import FusedPipeline
+from headwater.runtime.runner import Runner
 from headwater.runtime.step import Given, Made, Step
 from headwater.runtime.stream_control import StreamControl
+from headwater.signature import Signature
 from headwater.wire.report import RowReport, Status
 from tests.pipelines import Stage, ask, fused, only, rows, totals
 
@@ -680,3 +682,48 @@ async def test_streams_at_the_same_time_share_no_memory_although_the_model_reuse
         return [float(made.arrays["y"][0, 0]) async for made in results if made.good]
 
     assert await asyncio.gather(*map(stream, (1, 2, 3))) == [[1.0] * 20, [2.0] * 20, [3.0] * 20]
+
+
+class Unbatched(Model):
+    """Arrays of any first dimension, without a batch axis."""
+
+    inputs = Tensor("x", "FP32", [-1, 2]), Tensor("text", "BYTES", [1], optional=True)
+    outputs = Tensor("total", "FP32", [2]), Tensor("said", "BYTES", [-1]), Tensor("count", "INT64", [1])
+    parameters = Parameter("scale", "int", 1, per="row"), Parameter("shift", "int", 0)
+    batch = None
+
+    def __init__(self, arrays: Literal["numpy", "torch"]) -> None:
+        self.arrays = arrays  # type: ignore[misc]
+
+    def __call__(self, x: Any, text: Any, parameters: dict[str, Any]) -> Any:
+        said = [] if text is None else [text[0], b"!"]
+        total = x.sum(0) * parameters["scale"] + parameters["shift"]
+        return {"total": total, "said": said, "count": np.int64(len(x))}
+
+
+class TestWithoutBatchAxis:
+    @pytest.mark.parametrize("arrays", ["numpy", "torch"])
+    def test_each_row_is_a_call_with_arrays_of_the_declared_shapes(self, arrays: Literal["numpy", "torch"]) -> None:
+        model = Unbatched(arrays)
+        signature = Signature.of(model, name="m", max_batch_size=8)
+        assert (signature.max_batch_size, signature.bare_rows) == (1, True)
+        inputs = {"x": np.ones((2, 3, 2), "f4"), "text": np.array([[b"a"], [b"b"]], object)}
+        call = Given(inputs, 2, {"shift": 1}, {"scale": [1, 10]})
+        made = asyncio.run(Runner(model, signature, "cpu").step.run(call))
+        assert made.calls == 2
+        assert {name: array.tolist() for name, array in made.arrays.items()} == {
+            "total": [[4, 4], [31, 31]], "said": [[b"a", b"!"], [b"b", b"!"]], "count": [[3], [3]],
+        }  # fmt: skip
+
+    def test_an_output_of_another_shape_is_named(self) -> None:
+        model = Unbatched("numpy")
+        signature = Signature.of(model, name="m", max_batch_size=8)
+        call = Given({"x": np.ones((1, 3, 3), "f4")}, 1, {"shift": 0}, {"scale": [1]})
+        made = asyncio.run(Runner(model, signature, "cpu").step.run(call))
+        assert "output 'total': expected FP32 [1, 2], got FP32 [1, 3]" in made.failures[0].message
+
+    def test_another_word_than_rows_is_refused(self) -> None:
+        model = Unbatched("numpy")
+        model.batch = "no"  # type: ignore[assignment, misc]
+        with pytest.raises(DeclarationError, match=r"Unbatched\.batch: expected 'rows' or None, got 'no'"):
+            Signature.of(model, name="m", max_batch_size=8)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any  # TorchScript reads these
 
+import numpy as np
 import pytest
 import torch
 from torch.export import Dim
@@ -19,6 +21,8 @@ from headwater.model import Model
 from headwater.runtime.compiled import compile_modules
 from headwater.runtime.exported_model import ExportedModel
 from headwater.runtime.loader import asks_compile, load_model
+from headwater.runtime.runner import Runner
+from headwater.runtime.step import Given
 from headwater.runtime.torch_model import ScriptModel
 from headwater.signature import Signature
 
@@ -158,9 +162,52 @@ def test_without_a_batch_axis_a_file_is_served_as_it_is(tmp_path: Path, kind: st
     assert its.bare_rows
     assert its.max_batch_size == 1
     x, h, rate = torch.randn(5, 3), torch.randn(1, 3), torch.tensor(0.5)
-    found = model(x=x[None], h=h[None], rate=rate.reshape(1, 1))
+    found = model(x=x, h=h, rate=rate.reshape(1))
     for name, expected in zip(("output_0", "output_1", "output_2"), Listens()(x, h, rate), strict=True):
-        torch.testing.assert_close(found[name], expected.reshape(expected.shape or (1,))[None])
+        torch.testing.assert_close(found[name].reshape(expected.shape), expected)
+
+
+class Resampled(torch.nn.Module):
+    """Arguments of all kinds that a request can set, and a list, which none can."""
+
+    def forward(
+        self, x: torch.Tensor, sr: int, gain: float = 1.0, mode: str = "up", loud: bool = False,
+        limit: int | None = None, taps: list[int] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        if limit is not None:
+            x = x.clamp(max=limit)
+        return (
+            x * gain * sr * (2.0 if loud else 1.0) * (1.0 if mode == "up" else -1.0) * (1 if taps is None else taps[0])
+        )
+
+
+def test_arguments_that_are_no_tensors_are_parameters_where_the_options_give_a_value(tmp_path: Path) -> None:
+    reference = script(tmp_path / "m.pt", Resampled())
+    model = loaded(reference, inputs=[X], outputs=[Y], parameters={"sr": 16000, "gain": 2, "limit": 3})
+    assert [(one.name, one.type, one.default, one.per) for one in model.parameters] == [
+        ("sr", "int", 16000, "batch"), ("gain", "float", 2.0, "batch"), ("limit", "int", 3, "batch"),
+    ]  # fmt: skip
+    step = Runner(model, Signature.of(model, name="m", max_batch_size=2), "cpu").step
+    sent = {"sr": 8000, "gain": 0.5, "limit": 1}
+    made = asyncio.run(step.run(Given({"x": np.full((2, 4), 5, "f4")}, 2, sent)))
+    assert made.arrays["y"].tolist() == [[4000] * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, "options.parameters: its forward needs the argument 'sr' (int), which is missing; give a value, such as "
+             "`parameters: {sr: ...}`"),
+        ({"sr": "high"}, "options.parameters: parameter 'sr': expected int, got 'high'; correct `options.parameters"),
+        ({"sr": 1, "x": 2}, "no argument 'x' that is a number or text; its arguments of this kind are sr, gain, mode"),
+        ({"sr": 1, "taps": [2]}, "options.parameters: its forward has no argument 'taps' that is a number or text"),
+        ({"sr": 1, "rate": 2}, "options.parameters: its forward has no argument 'rate' that is a number or text"),
+        ([16000], "options.parameters: expected values by the names of forward's arguments, got [16000]"),
+    ],
+)  # fmt: skip
+def test_values_that_forward_does_not_take_are_named(tmp_path: Path, values: Any, words: str) -> None:
+    reference = script(tmp_path / "m.pt", Resampled())
+    assert words in failure(reference, inputs=[X], outputs=[Y], parameters=values)
 
 
 def test_dimensions_that_vary_and_flat_inputs_are_declared_so(file: Path) -> None:
@@ -301,7 +348,7 @@ def test_torchscript_is_called_by_argument(tmp_path: Path) -> None:
     assert "its forward has no argument 'z'; its arguments are x, y" in failure(
         reference, inputs=[{**X, "name": "z"}], outputs=[Y]
     )
-    assert "its forward needs the argument 'y', which is missing" in failure(reference, inputs=[X], outputs=[Y])
+    assert "its forward needs argument 'y' (Tensor), which is missing" in failure(reference, inputs=[X], outputs=[Y])
     assert "options.inputs is required, but missing" in failure(reference)
     assert "torch.compile doesn't take TorchScript" in failure(reference, **two, compile=True)
 
