@@ -55,9 +55,11 @@ class Raylets:
         nodes: besides the head.
         storage: the address of a Redis that keeps the head's state; empty: it is in memory only.
         settings: of Ray, besides `CHECKS`.
+        own_cores: whether each node has a core of its own, as machines have. Two vLLMs whose processes spin on the same
+            two cores leave each other without time for 20 s and more.
     """
 
-    def __init__(self, nodes: int, storage: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, nodes: int, storage: str, settings: Mapping[str, Any], *, own_cores: bool = False) -> None:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         from ray.cluster_utils import Cluster
 
@@ -70,6 +72,7 @@ class Raylets:
         self.knows_all = True
         """Whether the head is there, with all that it ever knew."""
         self._has_storage = bool(storage)
+        self._cores = itertools.cycle([{core} for core in os.sched_getaffinity(0)] if own_cores else [])
         self.nodes = [self.add() for _ in range(nodes)]
 
     def kill_head(self) -> None:
@@ -84,7 +87,12 @@ class Raylets:
 
     def add(self) -> Any:
         """Another node."""
-        return self._cluster.add_node(num_cpus=CPUS)
+        ours = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, next(self._cores, ours))  # inherited by all that runs on the node
+        try:
+            return self._cluster.add_node(num_cpus=CPUS)
+        finally:
+            os.sched_setaffinity(0, ours)
 
     def keep(self, count: int) -> None:
         """See that there are so many nodes, after some were killed."""
@@ -149,9 +157,9 @@ def _listens(port: int) -> bool:
 
 
 @contextlib.contextmanager
-def raylets(nodes: int = 2, storage: str = "", **settings: Any) -> Iterator[Raylets]:
+def raylets(nodes: int = 2, storage: str = "", *, own_cores: bool = False, **settings: Any) -> Iterator[Raylets]:
     """A Ray cluster for tests; see `Raylets`."""
-    found = Raylets(nodes, storage, settings)
+    found = Raylets(nodes, storage, settings, own_cores=own_cores)
     try:
         yield found
     finally:

@@ -49,7 +49,7 @@ def served(vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "options": {"dtype": "float32", "max_num_seqs": 4, "adapters": {"first": str(adapter)}},
         "drain_timeout_s": 2,
     }
-    with raylets() as found:
+    with raylets(own_cores=True) as found:
         try:
             with (
                 gateway(found.address, folder, {"tiny": tiny}, tls=tls, within_s=START_S) as serving,
