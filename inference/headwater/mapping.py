@@ -72,7 +72,9 @@ def check_mappings(kind: str, model: Model) -> None:
 
 def _fits(wanted: _Side, tensors: Any, name: str) -> bool:
     tensor: Tensor | None = next((candidate for candidate in tensors if candidate.name == name), None)
-    if tensor is None or tensor.datatype != wanted.datatype or (wanted.has_labels and not tensor.labels):
+    if tensor is None or tensor.datatype != wanted.datatype or tensor.ragged:
+        return False
+    if wanted.has_labels and not tensor.labels:
         return False
     return tuple(tensor.shape) == (1,) if wanted.is_one else len(tensor.shape) == 1
 

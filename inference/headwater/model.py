@@ -43,6 +43,8 @@ class Tensor:
             model's metadata.
         dimensions: a name for each dimension of ``shape``, empty for a dimension without a name; shown by ``check``,
             and named by `Model.example_sizes`.
+        ragged: whether the rows of a call have different sizes in the first dimension of ``shape``, which must be -1
+            (outputs only). The callable then returns a list with an array for each row.
 
     Raises:
         DeclarationError: a field is invalid.
@@ -54,6 +56,7 @@ class Tensor:
     optional: bool = False
     labels: Sequence[str] = ()
     dimensions: Sequence[str] = ()
+    ragged: bool = False
 
     def __post_init__(self) -> None:
         _check_name("tensor", self.name)
@@ -87,6 +90,10 @@ class Tensor:
                 f"{len(self.dimensions)}"
             )
         object.__setattr__(self, "dimensions", tuple(self.dimensions))
+        if self.ragged and dims[0] != -1:
+            raise DeclarationError(
+                f"tensor {self.name!r}, ragged: expected a shape that begins with -1, got {list(dims)}"
+            )
 
 
 @dataclass(frozen=True)

@@ -362,6 +362,11 @@ def _unified(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...] | N
 def _joined(step: str, wire: Wire, taken: TensorSpec, producer: Signature) -> TensorSpec:
     """The tensor that passes from one step to another."""
     output_spec = next(tensor for tensor in producer.outputs if tensor.name == wire.output)
+    if output_spec.ragged:
+        raise DeclarationError(
+            f"step `{step}`, input `{wire.input}`: expected an output with an array for all rows, got the ragged "
+            f"`{wire.source}`; only a head may have a ragged output"
+        )
     shape = _unified(taken.shape, output_spec.shape)
     if taken.datatype != output_spec.datatype or shape is None:
         aspect = "datatype" if taken.datatype != output_spec.datatype else "shape"

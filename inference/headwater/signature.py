@@ -17,12 +17,16 @@ from headwater.errors import DeclarationError
 from headwater.mapping import check_mappings
 from headwater.model import Classification, Embedding, Model, Parameter, Reranking, Tensor, Transcription
 
-__all__ = ["REQUEST", "HeadSpec", "LanguageModelSpec", "Signature", "TensorSpec", "VllmSpec", "text_signature"]
+__all__ = ["COUNT", "REQUEST", "HeadSpec", "LanguageModelSpec", "Signature", "TensorSpec", "VllmSpec", "text_signature"]
 
 REQUEST: Final = "headwater_request"
 """Name of a ``str`` parameter per row that no client sends. A model that declares it learns which rows are of one
 request, and accepts any parameters. The value is a number shared by the rows of one request only, a space, and the JSON
 of the request's undeclared parameters. The JSON is empty if there are no undeclared parameters."""
+
+
+COUNT: Final = "{}_count"
+"""The name of the ``INT32 [1]`` output with the sizes of the rows of a ragged output."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -39,6 +43,11 @@ class TensorSpec(msgspec.Struct, frozen=True):
     example_shape: tuple[int, ...] = ()
     """The shape of an example row, if the model has no example of this tensor; empty: ``shape`` with 1 for each
     dimension that varies."""
+    ragged: bool = False
+    """Whether the sizes of rows differ in the first dimension of ``shape``. A tensor of several rows then has the size
+    of the longest, and the shorter rows end with zeros or empty elements; another output has the `counts`."""
+    counts: str = ""
+    """The ragged output whose rows' sizes this output holds; empty for all other tensors."""
 
 
 class HeadSpec(msgspec.Struct, frozen=True):
@@ -188,6 +197,12 @@ class Signature(msgspec.Struct, frozen=True):
         for spec in outputs:
             if spec.optional:
                 raise DeclarationError(f"{kind}.outputs, {spec.name!r}: an output can't be optional")
+            if spec.ragged and model.batch is None:
+                fix = "without a batch axis an output has any size, so leave `ragged` out"
+                raise DeclarationError(f"{kind}.outputs, {spec.name!r}: {fix}")
+        for spec in inputs:
+            if spec.ragged:
+                raise DeclarationError(f"{kind}.inputs, {spec.name!r}: an input can't be ragged")
         if not any(not spec.optional for spec in inputs):
             raise DeclarationError(f"{kind}.inputs: expected at least one input that isn't optional")
         parameters = tuple(model.parameters)
@@ -242,14 +257,16 @@ def _tensors(
         raise DeclarationError(f"{kind}.{where}: expected a list of Tensor, got {declared!r}")
     if not declared:
         raise DeclarationError(f"{kind}.{where}: expected at least one Tensor, got none")
-    _check_unique(f"{kind}.{where}", [tensor.name for tensor in declared])
-    return tuple(
-        TensorSpec(
+    specs: list[TensorSpec] = []
+    for tensor in declared:
+        specs.append(TensorSpec(
             tensor.name, tensor.datatype, tuple(tensor.shape), tensor.optional, tuple(tensor.labels),
-            tuple(tensor.dimensions), _example_shape(tensor, sizes),
-        )
-        for tensor in declared
-    )  # fmt: skip
+            tuple(tensor.dimensions), _example_shape(tensor, sizes), tensor.ragged,
+        ))  # fmt: skip
+        if tensor.ragged:
+            specs.append(TensorSpec(COUNT.format(tensor.name), "INT32", (1,), counts=tensor.name))
+    _check_unique(f"{kind}.{where}", [spec.name for spec in specs])
+    return tuple(specs)
 
 
 def _example_shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:

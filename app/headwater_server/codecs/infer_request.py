@@ -57,6 +57,8 @@ class RequestDecoder:
         self._inputs = {spec.name: declared_input(spec, rows=False) for spec in signature.inputs}
         self._required = tuple(spec.name for spec in signature.inputs if not spec.optional)
         self._outputs = {spec.name: DATATYPES[spec.datatype] for spec in signature.outputs}
+        self._counts = {spec.counts: spec.name for spec in signature.outputs if spec.counts}
+        """The outputs with counts, by ragged output; who asks for the latter gets both."""
         self._wishes = {binary: [OutputWish(name, binary) for name in self._outputs] for binary in (False, True)}
         """All outputs as JSON (False), and all outputs as binary data (True)."""
         self._binary_only = next((name for name, datatype in self._outputs.items() if not datatype.json), None)
@@ -165,6 +167,9 @@ class RequestDecoder:
             if not binary and not datatype.json:
                 raise no_json_form(f"outputs[{index}]", name, datatype.name)
             wishes.append(OutputWish(name, binary))
+        for name, binary in list(wishes) if self._counts else ():
+            if (count := self._counts.get(name)) is not None and count not in names:
+                wishes.append(OutputWish(count, binary))
         return wishes
 
     def _take_inputs(self, entries: list[InputEntry], body: bytes, offset: int, request: InferRequest) -> int:

@@ -52,13 +52,29 @@ def flat_json(name: str, tensor: RawTensor, datatype: Datatype) -> bytes:
     if not datatype.json:
         raise no_json_form("outputs", name, datatype.name)
     if datatype.size_bytes == 0:
-        return _strings(name, tensor)
-    values = np.frombuffer(tensor.data, datatype.numpy)
+        return orjson.dumps(_texts(name, tensor))
+    return _numbers(np.frombuffer(tensor.data, datatype.numpy))
+
+
+def _numbers(values: np.ndarray[Any, np.dtype[Any]]) -> bytes:
+    """An array of numbers or truth values as JSON."""
     text = orjson.dumps(values, option=_NUMPY)
     # orjson writes null for NaN and infinities; to search for an "n" is faster than np.isfinite.
-    if datatype.numpy.kind == "f" and b"n" in text:
+    if values.dtype.kind == "f" and b"n" in text:
         return _not_finite(text, values)
     return text
+
+
+def _ragged_json(name: str, tensor: RawTensor, datatype: Datatype, counts: Sequence[int]) -> bytes:
+    """A ragged output as a JSON array with, for each row, nested arrays of the row's own size; errors as
+    `flat_json`."""
+    if not datatype.json:
+        raise no_json_form("outputs", name, datatype.name)
+    if datatype.size_bytes == 0:
+        texts = np.array(_texts(name, tensor), object).reshape(tensor.shape)
+        return orjson.dumps([texts[row, :count].tolist() for row, count in enumerate(counts)])
+    values = np.frombuffer(tensor.data, datatype.numpy).reshape(tensor.shape)
+    return b"[%b]" % b",".join([_numbers(values[row, :count]) for row, count in enumerate(counts)])
 
 
 def _not_finite(text: bytes, values: np.ndarray[Any, np.dtype[Any]]) -> bytes:
@@ -70,7 +86,7 @@ def _not_finite(text: bytes, values: np.ndarray[Any, np.dtype[Any]]) -> bytes:
     return b"".join(pieces)
 
 
-def _strings(name: str, tensor: RawTensor) -> bytes:
+def _texts(name: str, tensor: RawTensor) -> list[str]:
     try:
         elements = unpack_bytes(tensor.data)
     except ValueError as error:
@@ -81,7 +97,7 @@ def _strings(name: str, tensor: RawTensor) -> bytes:
             f"got {len(elements)}"
         )
     try:
-        return orjson.dumps([element.decode() for element in elements])
+        return [element.decode() for element in elements]
     except UnicodeDecodeError as error:
         fix = 'ask /infer for binary data: "parameters": {"binary_data": true} on the output'
         got = f"byte 0x{error.object[error.start]:02x}"
@@ -107,6 +123,8 @@ class ResponseEncoder:
         }
         """Each output's datatype, and its JSON up to the shape."""
         self._heads = {head.name: head.outputs for head in signature.heads}
+        self._counts = {spec.counts: spec.name for spec in signature.outputs if spec.counts}
+        """The outputs with counts, by ragged output."""
 
     def encode(
         self, request: InferRequest, outputs: Mapping[str, RawTensor], omitted: Sequence[HeadAnswer] = ()
@@ -153,7 +171,12 @@ class ResponseEncoder:
                 parts.append(b'%b%b%b,"parameters":{"binary_data_size":%d}}' % (separator, head, shape, size_bytes))
                 chunks.append(tensor.data)
             else:
-                data = flat_json(output.name, tensor, datatype)
+                if output.name in self._counts and not request.is_bare:
+                    shape = orjson.dumps((tensor.shape[0], -1, *tensor.shape[2:]))
+                    counts = np.frombuffer(outputs[self._counts[output.name]].data, "<i4").tolist()
+                    data = _ragged_json(output.name, tensor, datatype, counts)
+                else:
+                    data = flat_json(output.name, tensor, datatype)
                 parts += (separator, head, shape, b',"data":', data, b"}")
             separator = b","
         parts.append(b"]}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
 
+from headwater.datatypes import DATATYPES, pack_bytes, unpack_bytes
 from headwater.model import Scalar
+from headwater.signature import COUNT, TensorSpec
 from headwater_server.errors import CallableFailed, DeadlineExceeded, HeadwaterError, QueueFull, Unavailable
 
 __all__ = [
@@ -19,10 +21,13 @@ __all__ = [
     "OutputWish",
     "Outputs",
     "RawTensor",
+    "SlicedRagged",
     "SlicedTensor",
     "element_count",
     "join_rows",
     "longest_row",
+    "resized",
+    "sliced_outputs",
 ]
 
 
@@ -113,6 +118,27 @@ class Answer(msgspec.Struct):
     for an identical request (``shared``). Empty: the deployment has no cache, or the request has no rows."""
 
 
+def resized(tensor: RawTensor, size: int) -> RawTensor:
+    """A tensor whose second axis has another size: cut, or filled up with zeros or empty elements."""
+    rows, old_size, *rest = tensor.shape
+    if size == old_size:
+        return tensor
+    shape = (rows, size, *rest)
+    if tensor.datatype == "BYTES":
+        elements, width = unpack_bytes(tensor.data), old_size * math.prod(rest)
+        kept, filled = min(size, old_size) * math.prod(rest), max(0, size - old_size) * math.prod(rest)
+        starts = range(0, rows * width, width) if width else [0] * rows
+        whole = [piece for start in starts for piece in (*elements[start : start + kept], *[b""] * filled)]
+        return RawTensor(tensor.datatype, shape, pack_bytes(whole))
+    element_bytes = DATATYPES[tensor.datatype].size_bytes * math.prod(rest)
+    row_bytes, kept_bytes = old_size * element_bytes, min(size, old_size) * element_bytes
+    fill = bytes(size * element_bytes - kept_bytes)
+    pieces: list[bytes | memoryview] = []
+    for row in range(rows):
+        pieces += (tensor.data[row * row_bytes : row * row_bytes + kept_bytes], fill)
+    return RawTensor(tensor.datatype, shape, b"".join(pieces))
+
+
 class SlicedTensor:
     """A tensor, of at least a single row, that can be cut into rows."""
 
@@ -138,16 +164,55 @@ class SlicedTensor:
         return RawTensor(tensor.datatype, (count, *tensor.shape[1:]), data)
 
 
-def join_rows(name: str, parts: Sequence[RawTensor]) -> RawTensor:
+class SlicedRagged(SlicedTensor):
+    """A ragged output whose rows, wherever it is cut, are as long as the longest row that is left.
+
+    Args:
+        tensor: the output of at least a single row.
+        counts: the rows' sizes: INT32 [rows, 1].
+    """
+
+    __slots__ = ("_counts",)
+
+    def __init__(self, tensor: RawTensor, counts: RawTensor) -> None:
+        super().__init__(tensor)
+        self._counts = memoryview(bytes(counts.data)).cast("i")
+
+    def rows(self, start: int, count: int) -> RawTensor:
+        """See `SlicedTensor.rows`."""
+        return resized(super().rows(start, count), max(self._counts[start : start + count]))
+
+
+def sliced_outputs(specs: Iterable[TensorSpec], outputs: Mapping[str, RawTensor]) -> dict[str, SlicedTensor]:
+    """Prepare a model's outputs, each of at least a single row, to be cut by rows.
+
+    Args:
+        specs: the model's outputs as declared.
+        outputs: the outputs that came, by name. A ragged output without its counts is cut as others are.
+    """
+    return {
+        spec.name: SlicedRagged(tensor, counts)
+        if spec.ragged and (counts := outputs.get(COUNT.format(spec.name))) is not None
+        else SlicedTensor(tensor)
+        for spec in specs
+        if (tensor := outputs.get(spec.name)) is not None
+    }
+
+
+def join_rows(name: str, parts: Sequence[RawTensor], *, is_ragged: bool = False) -> RawTensor:
     """Join the parts' rows into one tensor.
 
     Args:
         name: the output's name, for messages.
         parts: at least a single part.
+        is_ragged: whether the parts may differ in their second dimension; all then get the largest.
 
     Raises:
         CallableFailed: the parts' shapes differ in more than the number of rows.
     """
+    if is_ragged:
+        size = max(part.shape[1] for part in parts)
+        parts = [resized(part, size) for part in parts]
     first = parts[0]
     for part in parts:
         if part.shape[1:] != first.shape[1:]:

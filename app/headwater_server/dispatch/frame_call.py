@@ -10,7 +10,7 @@ from typing import Final
 
 from headwater.wire.frame import Piece, decode_frame
 from headwater.wire.report import CallNote, RowReport, Status
-from headwater_server.codecs.tensors import RawTensor, SlicedTensor
+from headwater_server.codecs.tensors import RawTensor, sliced_outputs
 from headwater_server.dispatch.collector import WHOLE
 from headwater_server.dispatch.pending import Part, hand_out
 from headwater_server.errors import CallableFailed, HeadwaterError
@@ -146,10 +146,11 @@ class FrameCall:
                 for part in wanting:
                     part.decide(piece.head, error=error.again())
             return
-        outputs = {
-            tensor.name: SlicedTensor(RawTensor(tensor.datatype, tensor.shape, raw))
+        tensors = {
+            tensor.name: RawTensor(tensor.datatype, tensor.shape, raw)
             for tensor, raw in zip(piece.tensors, data, strict=True)
         }
+        outputs = sliced_outputs(self._parts[0].pending.signature.outputs, tensors)
         reports = [failures.get(row, RowReport(Status.OK)) for row in range(rows)] if failures else []
         hand_out(wanting, piece.head, outputs, reports, is_last=piece.is_last)
 

@@ -92,9 +92,11 @@ class Pending:
             if len(results) < len(self.parts):
                 return
             in_order = [results[piece] for piece in self.parts]
+            ragged = {spec.name for spec in self.signature.outputs if spec.ragged}
             try:
                 whole = {
-                    name: join_rows(name, [tensors[name] for tensors in in_order if tensors]) for name in in_order[0]
+                    name: join_rows(name, [tensors[name] for tensors in in_order if tensors], is_ragged=name in ragged)
+                    for name in in_order[0]
                 }
             except CallableFailed as failure:
                 self.collector.decide(head, error=failure)

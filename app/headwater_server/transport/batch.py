@@ -15,7 +15,7 @@ from headwater.datatypes import DATATYPES
 from headwater.signature import REQUEST, Signature, TensorSpec
 from headwater.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, placeholder_shape
 from headwater.wire.shared_memory import SHARED_FROM_BYTES, aligned, stand_in_shape
-from headwater_server.codecs.tensors import InferRequest, Outputs, RawTensor, SlicedTensor
+from headwater_server.codecs.tensors import InferRequest, Outputs, RawTensor, SlicedTensor, sliced_outputs
 from headwater_server.errors import (
     RETRY_AFTER_LOST_S,
     BadRequest,
@@ -181,8 +181,8 @@ def sliced(signature: Signature, tensors: Outputs, reports: Sequence[RowReport],
             tensor = RawTensor(spec.datatype, tuple(true_shapes[spec.name]), b"")
         if tensor.shape[0] != rows:
             raise CallableFailed(f"output {spec.name!r}: expected {rows} rows, got shape {list(tensor.shape)}")
-        outputs[spec.name] = SlicedTensor(tensor)
-    return outputs
+        outputs[spec.name] = tensor
+    return sliced_outputs(signature.outputs, outputs)
 
 
 def row_error(reports: Sequence[RowReport], first_row: int, rows: int) -> HeadwaterError | None:

@@ -34,8 +34,8 @@ from headwater.runtime.values import (
     version_of,
 )
 from headwater.runtime.watchdog import WatchCall
-from headwater.signature import TensorSpec
-from headwater.wire.arrays import Array, argument, fetched, wire
+from headwater.signature import COUNT, TensorSpec
+from headwater.wire.arrays import Array, argument, fetched, ragged, widened, wire
 from headwater.wire.report import RowReport, Status
 
 __all__ = ["LATE", "Given", "Handover", "Made", "Step"]
@@ -212,7 +212,9 @@ class Step:
         self._is_async = inspect.iscoroutinefunction(type(model).__call__)
         self.overlaps = self._is_async and not sizes
         """Whether several calls may run at once: ``__call__`` is a coroutine function, and `sizes` is empty."""
-        self._outputs = {spec.name: spec for spec in planned.signature.outputs}
+        self._outputs = {spec.name: spec for spec in planned.signature.outputs if not spec.counts}
+        """What the model returns."""
+        self._ragged = [spec for spec in self._outputs.values() if spec.ragged]
         self._from_steps = frozenset(wire.input for wire in planned.wires if wire.step != INPUT)
         self._guard = _WriteGuard(planned.name, type(model).__name__)
 
@@ -242,6 +244,10 @@ class Step:
         if step_result.short and step_input.rows > 1:
             fitted = max((len(piece.rows) for piece in pieces), default=step_result.short // 2)
             self._capacity.learn(self.name, min(max_rows, step_input.rows), max(fitted, 1), _row_bytes(step_input))
+        for spec in self._ragged if len(pieces) > 1 and self._is_head else ():
+            size = max(piece.arrays[spec.name].shape[1] for piece in pieces)
+            for piece in pieces:
+                piece.arrays[spec.name] = widened(spec, piece.arrays[spec.name], size)
         if not _join(step_result, pieces):
             good = [row for row in rows if row not in step_result.failures]
             if len(good) > self.planned.signature.max_batch_size or not may_split:
@@ -479,7 +485,10 @@ class Step:
             for name, spec in self._outputs.items():
                 if name not in result:
                     raise BadOutput(f"{kind} returned no output {name!r}, expected {', '.join(self._outputs)}")
-                arrays[name] = wire(spec, result[name], rows)
+                if spec.ragged:
+                    arrays[name], arrays[COUNT.format(name)] = ragged(spec, result[name], rows)
+                else:
+                    arrays[name] = wire(spec, result[name], rows)
         return values, arrays
 
     async def _in_executor(self, call: Callable[[], T]) -> T:

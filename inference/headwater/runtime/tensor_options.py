@@ -37,7 +37,7 @@ LARGEST_ROW: Final = 1 << 28
 
 EXAMPLE: Final = "`inputs: [{name: x, datatype: FP32, shape: [4]}]`, the shape of one row"
 WITHOUT_FILE: Final = "without a configuration with `--set 'deployments.NAME.options={inputs: [...], outputs: [...]}'`"
-_FIELDS: Final = ("name", "datatype", "shape", "optional", "labels")
+_FIELDS: Final = ("name", "datatype", "shape", "optional", "labels", "ragged")
 _REQUIRED: Final = _FIELDS[:3]
 
 
@@ -253,10 +253,10 @@ def _tensor(title: str, place: str, declaration: object, fix: str) -> Tensor:
     if not isinstance(declaration.get("labels", []), list):
         raise LoadError(Problem(title, f"{place}.labels: expected a list, got {declaration['labels']!r:.80}", fix))
     shape, dimensions = split_shape(title, f"{place}.shape", declaration["shape"], fix)
-    if not isinstance(declaration.get("optional", False), bool):
-        raise LoadError(
-            Problem(title, f"{place}.optional: expected true or false, got {declaration['optional']!r:.80}", fix)
-        )
+    for field in ("optional", "ragged"):
+        if not isinstance(declaration.get(field, False), bool):
+            reason = f"{place}.{field}: expected true or false, got {declaration[field]!r:.80}"
+            raise LoadError(Problem(title, reason, fix))
     try:
         return Tensor(**{**declaration, "shape": shape, "dimensions": dimensions})
     except (DeclarationError, TypeError) as error:  # TypeError: a datatype that is not a text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
@@ -13,12 +14,19 @@ from headwater.errors import BadOutput, OutputMismatch
 from headwater.pipeline import tensor_text
 from headwater.signature import TensorSpec
 
-__all__ = ["NAMES", "Array", "argument", "as_objects", "fetched", "fits", "sent", "spread", "wire", "zeros"]
+__all__ = [
+    "NAMES", "Array", "argument", "as_objects", "fetched", "fits", "ragged", "sent", "spread", "widened", "wire",
+    "zeros",
+]  # fmt: skip
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 NAMES: Final = {row.numpy: row.name for row in DATATYPES.values() if row.name != "BF16"}
 """The protocol's datatype for each numpy type."""
+
+
+MOST_RAGGED: Final = 1 << 26
+"""The most elements of a ragged output of a call."""
 
 
 def zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
@@ -49,6 +57,51 @@ def wire(spec: TensorSpec, value: object, rows: int) -> Array:
         error.mismatch = OutputMismatch(spec.name, rows, datatype, array.shape)
         raise error
     return np.ascontiguousarray(array)
+
+
+def ragged(spec: TensorSpec, value: object, rows: int) -> tuple[Array, Array]:
+    """Check a ragged output, a list with an array for each row, and convert it to a single array in wire form.
+
+    Returns:
+        The array, in which each row has the size of the longest (see `TensorSpec.ragged`), and the rows' sizes as INT32
+        of shape [rows, 1].
+
+    Raises:
+        BadOutput: the output isn't such a list, a row isn't as declared, rows differ in another dimension than the
+            first, or the array would have more than `MOST_RAGGED` elements.
+    """
+    where = f"output {spec.name!r}"
+    if not isinstance(value, (list, tuple)) or len(value) != rows:
+        got = f"{len(value)}" if isinstance(value, (list, tuple)) else type(value).__name__
+        raise BadOutput(f"{where}: expected a list of {rows} arrays, one for each row, got {got}")
+    row_spec = TensorSpec(spec.name, spec.datatype, spec.shape[1:])
+    pieces = []
+    for index, piece in enumerate(value):
+        if not hasattr(piece, "__len__"):
+            raise BadOutput(f"{where}, row {index}: expected an array, got {type(piece).__name__}")
+        pieces.append(wire(row_spec, piece, len(piece)))
+    shapes = {piece.shape[1:] for piece in pieces}
+    if len(shapes) > 1:
+        shown = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
+        raise BadOutput(f"{where}: expected rows that differ in the first dimension only, got elements {shown}")
+    counts = np.array([[len(piece)] for piece in pieces], np.int32)
+    shape = (rows, int(counts.max(initial=0)), *next(iter(shapes), ()))
+    if math.prod(shape) > MOST_RAGGED:
+        raise BadOutput(
+            f"{where}: expected at most {MOST_RAGGED} elements in all rows, each as long as the longest, got "
+            f"{math.prod(shape)}; return less for a row, or lower `batching.max_batch_size`"
+        )
+    whole = zeros(spec, shape)
+    for index, piece in enumerate(pieces):
+        whole[index, : len(piece)] = piece
+    return whole, counts
+
+
+def widened(spec: TensorSpec, array: Array, size: int) -> Array:
+    """A ragged output in wire form with another size of its rows, at least the present size."""
+    whole = zeros(spec, (len(array), size, *array.shape[2:]))
+    whole[:, : array.shape[1]] = array
+    return whole
 
 
 def fits(declared: Sequence[int], shape: Sequence[int]) -> bool:

@@ -7,6 +7,7 @@ import struct
 from typing import Any
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 import tritonclient.http
@@ -281,3 +282,26 @@ def test_a_row_without_the_batch_axis_is_answered_without_it() -> None:
     request = in_json("fp32")
     request.is_bare = True
     assert json.loads(text(request, fp32=fp32(1, 2)))["outputs"][0]["shape"] == [2]
+
+
+def test_rows_of_a_ragged_output_have_their_own_sizes_in_json() -> None:
+    outputs = (
+        TensorSpec("boxes", "FP32", (-1, 2), ragged=True), TensorSpec("boxes_count", "INT32", (1,), counts="boxes"),
+        TensorSpec("words", "BYTES", (-1,), ragged=True), TensorSpec("words_count", "INT32", (1,), counts="words"),
+    )  # fmt: skip
+    encoder = ResponseEncoder(msgspec.structs.replace(SIGNATURE, outputs=outputs))
+    boxes = np.array([[[1, np.nan], [2, 3]], [[0, 0], [0, 0]]], "f4")
+    answer = {
+        "boxes": raw(boxes, "FP32"), "boxes_count": raw(np.array([[2], [0]], "<i4"), "INT32"),
+        "words": raw(np.array([[b"a", b""], [b"b", b"c"]], object), "BYTES"),
+        "words_count": raw(np.array([[1], [2]], "<i4"), "INT32"),
+    }  # fmt: skip
+    wishes = [OutputWish(name, False) for name in answer]
+    (body,), _ = encoder.encode(asked(*wishes), answer)
+    found = json.loads(bytes(body).replace(b"NaN", b'"NaN"'))["outputs"]
+    assert [(output["shape"], output["data"]) for output in found] == [
+        ([2, -1, 2], [[[1, "NaN"], [2, 3]], []]), ([2, 1], [2, 0]), ([2, -1], [["a"], ["b", "c"]]), ([2, 1], [1, 2]),
+    ]  # fmt: skip
+    chunks, length = encoder.encode(asked(OutputWish("boxes", True)), answer)
+    assert length is not None
+    assert bytes(chunks[1]) == boxes.tobytes()

@@ -727,3 +727,53 @@ class TestWithoutBatchAxis:
         model.batch = "no"  # type: ignore[assignment, misc]
         with pytest.raises(DeclarationError, match=r"Unbatched\.batch: expected 'rows' or None, got 'no'"):
             Signature.of(model, name="m", max_batch_size=8)
+
+
+class Found(Model):
+    """As many numbers for each row as it says; a negative number is an error."""
+
+    inputs = (Tensor("n", "INT64", [1]),)
+    outputs = Tensor("found", "FP32", [-1], ragged=True), Tensor("twice", "INT64", [1])
+
+    def __call__(self, n: Any) -> Any:
+        if (n < 0).any():
+            raise ValueError("negative")
+        return {"found": [np.full(count, count, "f4") for count in n[:, 0]], "twice": n * 2}
+
+
+class TestRagged:
+    def made(self, *counts: int, max_batch_size: int = 8) -> Made:
+        model = Found()
+        signature = Signature.of(model, name="m", max_batch_size=max_batch_size)
+        step = Runner(model, signature, "cpu").step
+        return asyncio.run(step.run(Given({"n": np.array(counts).reshape(-1, 1)}, len(counts))))
+
+    def test_the_signature_has_an_output_with_the_counts(self) -> None:
+        outputs = Signature.of(Found(), name="m", max_batch_size=8).outputs
+        assert [(spec.name, spec.shape, spec.ragged, spec.counts) for spec in outputs] == [
+            ("found", (-1,), True, ""), ("found_count", (1,), False, "found"), ("twice", (1,), False, ""),
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize("max_batch_size", [8, 2])
+    def test_results_of_several_calls_are_joined_without_another_call(self, max_batch_size: int) -> None:
+        made = self.made(1, 3, -1, 0, max_batch_size=max_batch_size)
+        assert (made.good, set(made.failures)) == ([0, 1, 3], {2})
+        assert made.arrays["found"].tolist() == [[1, 0, 0], [3, 3, 3], [0, 0, 0]]
+        assert made.arrays["found_count"].tolist() == [[1], [3], [0]]
+
+    @pytest.mark.parametrize(
+        ("field", "tensor", "words"),
+        [
+            ("inputs", Tensor("n", "INT64", [-1], ragged=True), "inputs, 'n': an input can't be ragged"),
+            ("outputs", Tensor("twice", "INT64", [-1], ragged=True), "without a batch axis an output has any size"),
+        ],
+    )
+    def test_what_can_not_be_ragged_is_refused(self, field: str, tensor: Tensor, words: str) -> None:
+        model = Found()
+        setattr(model, field, [tensor])
+        if field == "outputs":
+            model.batch = None  # type: ignore[misc]
+        with pytest.raises(DeclarationError, match=words):
+            Signature.of(model, name="m", max_batch_size=8)
+        with pytest.raises(DeclarationError, match="expected a shape that begins with -1"):
+            Tensor("n", "INT64", [1, -1], ragged=True)

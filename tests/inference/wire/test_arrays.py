@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from headwater.datatypes import float32_to_bf16
+from headwater.errors import BadOutput
 from headwater.signature import TensorSpec
-from headwater.wire.arrays import argument, fetched, wire
+from headwater.wire.arrays import MOST_RAGGED, argument, fetched, ragged, wire
 
 X = TensorSpec("x", "FP32", (3,))
 
@@ -104,3 +105,40 @@ def test_without_anything_on_a_gpu_nothing_is_waited_for(gpu: Gpu) -> None:
     y = torch.ones(2)
     assert fetched({"y": y})["y"] is y
     assert gpu.waits == 0
+
+
+BOXES = TensorSpec("boxes", "FP32", (-1, 2), ragged=True)
+
+
+def test_rows_of_a_ragged_output_are_as_long_as_the_longest_and_their_sizes_are_counted() -> None:
+    rows = [np.ones((2, 2), "f4"), torch.full((3, 2), 2.0), np.zeros((0, 2), "f4")]
+    whole, counts = ragged(BOXES, rows, 3)
+    assert whole.tolist() == [[[1, 1], [1, 1], [0, 0]], [[2, 2]] * 3, [[0, 0]] * 3]
+    assert counts.tolist() == [[2], [3], [0]]
+    assert counts.dtype == np.int32
+    words, counts = ragged(TensorSpec("words", "BYTES", (-1,), ragged=True), (["a", b"b"], []), 2)
+    assert (words.tolist(), counts.tolist()) == ([[b"a", b"b"], [b"", b""]], [[2], [0]])
+    assert ragged(BOXES, [np.zeros((0, 2), "f4")] * 2, 2)[0].shape == (2, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (np.ones((2, 3, 2), "f4"), "expected a list of 2 arrays, one for each row, got ndarray"),
+        ([np.ones((1, 2), "f4")], "expected a list of 2 arrays, one for each row, got 1"),
+        ([np.ones((1, 2), "f4"), 1.0], "output 'boxes', row 1: expected an array, got float"),
+        ([np.ones((1, 2), "f4"), np.ones((3, 4), "f4")], r"expected FP32 [3, 2], got FP32 [3, 4]"),
+        ([np.ones((1, 2), "f4"), np.ones((3, 2), "f8")], r"expected FP32 [3, 2], got FP64 [3, 2]"),
+        ([np.zeros((0, 2), "f4"), np.zeros((MOST_RAGGED // 4 + 1, 2), "f4")], "elements in all rows, each as long as"),
+    ],
+)
+def test_a_ragged_output_of_another_form_is_named(value: object, words: str) -> None:
+    with pytest.raises(BadOutput) as caught:
+        ragged(BOXES, value, 2)
+    assert words in str(caught.value)
+
+
+def test_rows_of_a_ragged_output_differ_in_their_first_dimension_only() -> None:
+    crops = TensorSpec("crops", "UINT8", (-1, -1), ragged=True)
+    with pytest.raises(BadOutput, match=r"differ in the first dimension only, got elements \[3\] and \[4\]"):
+        ragged(crops, [np.ones((2, 3), "u1"), np.ones((2, 4), "u1")], 2)

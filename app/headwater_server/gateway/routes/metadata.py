@@ -226,7 +226,8 @@ def _metadata(model: ServedModel, versions: list[str]) -> dict[str, Any]:
 
     def tensor(spec: TensorSpec) -> dict[str, Any]:
         labels = {"labels": list(spec.labels)} if spec.labels else {}
-        return {"name": spec.name, "datatype": spec.datatype, "shape": [-1, *spec.shape], **labels}
+        ragged = {"ragged": True} if spec.ragged else {}
+        return {"name": spec.name, "datatype": spec.datatype, "shape": [-1, *spec.shape], **labels, **ragged}
 
     return {
         "name": model.name,

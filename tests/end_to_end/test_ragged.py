@@ -1,0 +1,85 @@
+"""Ragged outputs behind a server: each request gets its own rows, whatever its neighbours have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tritonclient.http
+
+from tests.running import Running, serve
+
+BATCHING = {"max_batch_size": 8, "max_queue_delay_ms": 100}
+STEPS = {"trunk": {"model": "found:Numbers"}, "heads": {"boxes": {"model": "found:Boxes", "inputs": {"n": "trunk.n"}}}}
+MODELS = ["plain", "fused", "graph"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    config = {
+        "deployments": {
+            "plain": {"model": "found:Boxes", "batching": BATCHING},
+            "fused": {"pipeline": STEPS, "batching": BATCHING},
+            "graph": {"pipeline": {**STEPS, "placement": "graph"}, "batching": BATCHING},
+        }
+    }
+    with serve(config) as running:
+        yield running
+
+
+def ask(server: Running, model: str, *numbers: int, **body: Any) -> httpx.Response:
+    return server.infer(model, list(numbers), shape=[len(numbers), 1], name="n", datatype="INT64", **body)
+
+
+def expected(*numbers: int) -> dict[str, Any]:
+    boxes = [[[number, place] for place in range(number)] for number in numbers]
+    names = [[f"{number}.{place}" for place in range(number)] for number in numbers]
+    return {"boxes": boxes, "names": names, "boxes_count": list(numbers), "names_count": list(numbers)}
+
+
+def values(answer: httpx.Response) -> dict[str, Any]:
+    assert answer.status_code == 200, answer.text
+    return {output["name"]: output["data"] for output in answer.json()["outputs"] if output["name"] != "rows"}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_each_request_has_rows_of_its_own_sizes(server: Running, model: str) -> None:
+    requests = [(3,), (0,), (1, 5), (0, 0), (2, -1), (7, 0, 1), tuple(range(20))]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        answers = list(pool.map(lambda numbers: ask(server, model, *numbers), requests))
+    for numbers, answer in zip(requests, answers, strict=True):
+        if min(numbers) < 0:
+            assert (answer.status_code, "row 1: " in answer.json()["error"]) == (400, True)
+        else:
+            assert values(answer) == expected(*numbers)
+
+
+def test_tritonclient_gets_one_array_of_the_requests_longest_row_and_the_counts(server: Running) -> None:
+    with tritonclient.http.InferenceServerClient(server.url.removeprefix("http://"), concurrency=2) as client:
+        inputs = []
+        for numbers in ([1, 3], [9]):
+            tensor = tritonclient.http.InferInput("n", [len(numbers), 1], "INT64")
+            tensor.set_data_from_numpy(np.array(numbers).reshape(-1, 1))
+            inputs.append([tensor])
+        calls = [
+            client.async_infer("plain", tensors, outputs=[tritonclient.http.InferRequestedOutput("boxes")])
+            for tensors in inputs
+        ]
+        first, _ = (call.get_result() for call in calls)
+        counts = first.as_numpy("boxes_count")
+        assert first.as_numpy("boxes").shape == (2, 3, 2)
+        rows = [row[:count].tolist() for row, count in zip(first.as_numpy("boxes"), counts[:, 0], strict=True)]
+    assert rows == expected(1, 3)["boxes"]
+
+
+def test_one_row_in_plain_fields_and_what_metadata_say(server: Running) -> None:
+    answer = server.client.post(f"{server.url}/v2/models/plain/generate", json={"n": 2}).json()
+    assert (answer["names"], answer["boxes"], answer["boxes_count"]) == (["2.0", "2.1"], [2, 0, 2, 1], 2)
+    outputs = server.client.get(f"{server.url}/v2/models/plain").json()["outputs"]
+    assert [(output["name"], output["shape"], output.get("ragged")) for output in outputs][:2] == [
+        ("boxes", [-1, -1, 2], True), ("boxes_count", [-1, 1], None),
+    ]  # fmt: skip
