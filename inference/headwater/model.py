@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal
 
+import numpy as np
+
 from headwater.datatypes import DATATYPES
 from headwater.errors import DeclarationError
 
@@ -29,6 +31,17 @@ def _check_name(kind: str, name: object) -> None:
         raise DeclarationError(f"{kind} name: expected letters, digits, '_', '.' or '-', got {name!r}")
 
 
+def _is_value(value: object, datatype: str) -> bool:
+    """Whether a number is a value of a datatype; of ``BYTES``, only 0 is."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    dtype = DATATYPES[datatype].numpy
+    if dtype.kind == "f" or datatype == "BF16":
+        return True
+    lowest, highest = (0, dtype.kind == "b") if dtype.kind in "bO" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return value % 1 == 0 and lowest <= value <= highest
+
+
 @dataclass(frozen=True)
 class Tensor:
     """A declared input or output.
@@ -43,8 +56,11 @@ class Tensor:
             model's metadata.
         dimensions: a name for each dimension of ``shape``, empty for a dimension without a name; shown by ``check``,
             and named by `Model.example_sizes`.
-        ragged: whether the rows of a call have different sizes in the first dimension of ``shape``, which must be -1
-            (outputs only). The callable then returns a list with an array for each row.
+        ragged: whether the rows of a call have different sizes in the first dimension of ``shape``, which must be -1.
+            For such an output the callable returns a list with an array for each row. For such an input it gets an
+            array in which shorter rows end with ``padding``, and an argument ``NAME_count`` with the rows' sizes, of
+            shape [rows, 1].
+        padding: the value with which the shorter rows of a ragged input end; of ``BYTES`` it is always an empty text.
 
     Raises:
         DeclarationError: a field is invalid.
@@ -57,6 +73,7 @@ class Tensor:
     labels: Sequence[str] = ()
     dimensions: Sequence[str] = ()
     ragged: bool = False
+    padding: float = 0
 
     def __post_init__(self) -> None:
         _check_name("tensor", self.name)
@@ -94,6 +111,9 @@ class Tensor:
             raise DeclarationError(
                 f"tensor {self.name!r}, ragged: expected a shape that begins with -1, got {list(dims)}"
             )
+        if not _is_value(self.padding, self.datatype) or (self.padding and not self.ragged):
+            expected = f"a number that {self.datatype} has" if self.ragged else "no padding: the tensor is not ragged"
+            raise DeclarationError(f"tensor {self.name!r}, padding: expected {expected}, got {self.padding!r}")
 
 
 @dataclass(frozen=True)

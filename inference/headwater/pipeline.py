@@ -206,6 +206,12 @@ def make_plan(spec: PipelineSpec, signatures: Mapping[str, Signature], *, name: 
                 else:
                     expected[wire.input] = _joined(step.name, wire, tensor, signatures[wire.step])
         planned[step.name] = PlannedStep(step, signature, tuple(wires), expected)
+        ragged = [tensor.name for tensor in signature.inputs if tensor.ragged]
+        if ragged and len(spec.steps) > 1:
+            faults.append(
+                f"step `{step.name}`, input `{ragged[0]}`: expected no ragged inputs in a pipeline; deploy the model "
+                "by itself"
+            )
     faults += [fault for step in planned.values() for fault in _cache_faults(step)]
     if faults:
         raise DeclarationError(*faults)

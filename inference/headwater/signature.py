@@ -26,7 +26,7 @@ of the request's undeclared parameters. The JSON is empty if there are no undecl
 
 
 COUNT: Final = "{}_count"
-"""The name of the ``INT32 [1]`` output with the sizes of the rows of a ragged output."""
+"""The name of the ``INT32 [1]`` tensor with the sizes of the rows of a ragged tensor."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -45,9 +45,11 @@ class TensorSpec(msgspec.Struct, frozen=True):
     dimension that varies."""
     ragged: bool = False
     """Whether the sizes of rows differ in the first dimension of ``shape``. A tensor of several rows then has the size
-    of the longest, and the shorter rows end with zeros or empty elements; another output has the `counts`."""
+    of the longest, and the shorter rows end with ``padding``; another tensor has the `counts`."""
     counts: str = ""
-    """The ragged output whose rows' sizes this output holds; empty for all other tensors."""
+    """The ragged tensor whose rows' sizes this tensor holds; empty for all other tensors."""
+    padding: float = 0
+    """The value with which the shorter rows of a ragged input end; of an output it is 0."""
 
 
 class HeadSpec(msgspec.Struct, frozen=True):
@@ -182,6 +184,7 @@ class Signature(msgspec.Struct, frozen=True):
             dtype = np.dtype("f4") if spec.datatype == "BF16" else DATATYPES[spec.datatype].numpy
             neutral = np.full(shape, "example", dtype) if dtype.hasobject else np.zeros(shape, dtype)
             row[spec.name] = neutral.tolist()
+        row.update({spec.name: [len(row[spec.counts])] for spec in self.inputs if spec.counts})
         return row
 
     @classmethod
@@ -197,12 +200,10 @@ class Signature(msgspec.Struct, frozen=True):
         for spec in outputs:
             if spec.optional:
                 raise DeclarationError(f"{kind}.outputs, {spec.name!r}: an output can't be optional")
-            if spec.ragged and model.batch is None:
-                fix = "without a batch axis an output has any size, so leave `ragged` out"
-                raise DeclarationError(f"{kind}.outputs, {spec.name!r}: {fix}")
-        for spec in inputs:
-            if spec.ragged:
-                raise DeclarationError(f"{kind}.inputs, {spec.name!r}: an input can't be ragged")
+        for spec in (*inputs, *outputs):
+            if spec.ragged and (model.batch is None or spec.optional):
+                why = "is optional" if spec.optional else "has no batch axis, and so any size"
+                raise DeclarationError(f"{kind}, {spec.name!r}: it {why}; leave `ragged` out")
         if not any(not spec.optional for spec in inputs):
             raise DeclarationError(f"{kind}.inputs: expected at least one input that isn't optional")
         parameters = tuple(model.parameters)
@@ -261,10 +262,11 @@ def _tensors(
     for tensor in declared:
         specs.append(TensorSpec(
             tensor.name, tensor.datatype, tuple(tensor.shape), tensor.optional, tuple(tensor.labels),
-            tuple(tensor.dimensions), _example_shape(tensor, sizes), tensor.ragged,
+            tuple(tensor.dimensions), _example_shape(tensor, sizes), tensor.ragged, padding=tensor.padding,
         ))  # fmt: skip
         if tensor.ragged:
-            specs.append(TensorSpec(COUNT.format(tensor.name), "INT32", (1,), counts=tensor.name))
+            count = TensorSpec(COUNT.format(tensor.name), "INT32", (1,), where == "inputs", counts=tensor.name)
+            specs.append(count)
     _check_unique(f"{kind}.{where}", [spec.name for spec in specs])
     return tuple(specs)
 

@@ -1,4 +1,4 @@
-"""Ragged outputs behind a server: each request gets its own rows, whatever its neighbours have."""
+"""Ragged outputs and inputs behind a server: each request has its own rows, whatever its neighbours have."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def server() -> Iterator[Running]:
         "deployments": {
             "plain": {"model": "found:Boxes", "batching": BATCHING},
             "fused": {"pipeline": STEPS, "batching": BATCHING},
+            "sums": {"model": "found:Sums", "batching": {"max_batch_size": 16, "max_queue_delay_ms": 500}},
             "graph": {"pipeline": {**STEPS, "placement": "graph"}, "batching": BATCHING},
         }
     }
@@ -83,3 +84,43 @@ def test_one_row_in_plain_fields_and_what_metadata_say(server: Running) -> None:
     assert [(output["name"], output["shape"], output.get("ragged")) for output in outputs][:2] == [
         ("boxes", [-1, -1, 2], True), ("boxes_count", [-1, 1], None),
     ]  # fmt: skip
+
+
+def widths(server: Running, x: np.ndarray[Any, Any], **counts: Any) -> dict[str, Any]:
+    inputs = [{"name": "x", "datatype": "FP32", "shape": x.shape, "data": x.ravel().tolist()}]
+    if counts:
+        inputs.append({"name": "x_count", "datatype": "INT32", "shape": [len(x), 1], **counts})
+    answer = server.client.post(f"{server.url}/v2/models/sums/infer", json={"inputs": inputs})
+    assert answer.status_code == 200, answer.text
+    return {output["name"]: output["data"] for output in answer.json()["outputs"]}
+
+
+def test_rows_of_similar_width_share_a_call_and_are_answered_as_alone(server: Running) -> None:
+    random = np.random.default_rng(7)
+    rows = [random.normal(size=(1, 40 + 5 * (number % 32), 2)).astype("f4") for number in range(64)]
+    with ThreadPoolExecutor(len(rows)) as pool:
+        together = list(pool.map(lambda row: widths(server, row), rows))
+    calls = {answer["call"][0]: answer["call"][1] for answer in together}
+    assert len(calls) <= 8
+    for row, answer in zip(rows, together, strict=True):
+        assert answer["call"][1] < 2 * row.shape[1] + 2
+        np.testing.assert_allclose(answer["same"][0], row[0])
+        np.testing.assert_allclose(answer["sum"], row[0].sum(0), rtol=1e-6, atol=1e-5)
+
+
+def test_a_request_says_by_counts_that_its_own_rows_differ(server: Running) -> None:
+    x = np.array([[[1, 2], [3, 4], [-9, -9]], [[5, 6], [7, 8], [9, 10]]], "f4")
+    answer = widths(server, x, data=[2, 3])
+    assert answer["same"] == [[[1, 2], [3, 4]], [[5, 6], [7, 8], [9, 10]]]
+    assert answer["sum"] == [4, 6, 21, 24]
+
+
+@pytest.mark.parametrize("count", [-1, 4])
+def test_a_count_beyond_the_tensor_is_refused(server: Running, count: int) -> None:
+    inputs = [
+        {"name": "x", "datatype": "FP32", "shape": [1, 3, 2], "data": [0] * 6},
+        {"name": "x_count", "datatype": "INT32", "shape": [1, 1], "data": [count]},
+    ]
+    answer = server.client.post(f"{server.url}/v2/models/sums/infer", json={"inputs": inputs})
+    assert answer.status_code == 400
+    assert f"row 0: expected 0 to 3, the size of input 'x', got {count}" in answer.json()["error"]

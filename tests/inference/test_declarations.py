@@ -185,3 +185,27 @@ def test_a_model_with_a_method_that_takes_something_else_is_refused(
         signature_of(changed(**{**TWO_INPUTS, "__call__": lambda self, x, t: None, **attributes}))
     assert str(raised.value).startswith(f"Changed.{expected}")
     assert got in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "padding", "words"),
+    [
+        ("INT8", 128, "padding: expected a number that INT8 has, got 128"),
+        ("INT64", 0.5, "padding: expected a number that INT64 has, got 0.5"),
+        ("BOOL", 2, "padding: expected a number that BOOL has, got 2"),
+        ("BYTES", 1, "padding: expected a number that BYTES has, got 1"),
+        ("FP32", "0", "padding: expected a number that FP32 has, got '0'"),
+    ],
+)
+def test_padding_is_a_value_of_the_datatype(datatype: str, padding: Any, words: str) -> None:
+    with pytest.raises(DeclarationError, match=words):
+        Tensor("x", datatype, [-1], ragged=True, padding=padding)
+
+
+def test_ragged_tensors_vary_in_their_first_dimension_and_only_they_have_padding() -> None:
+    for datatype, padding in [("BF16", -1.5), ("FP16", float("nan")), ("UINT8", 255), ("BOOL", 1), ("BYTES", 0)]:
+        Tensor("x", datatype, [-1, 3], ragged=True, padding=padding)
+    with pytest.raises(DeclarationError, match="expected a shape that begins with -1, got"):
+        Tensor("x", "FP32", [1, -1], ragged=True)
+    with pytest.raises(DeclarationError, match="padding: expected no padding: the tensor is not ragged, got 1"):
+        Tensor("x", "FP32", [-1], padding=1)

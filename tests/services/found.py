@@ -1,4 +1,4 @@
-"""A model with ragged outputs."""
+"""Models with ragged outputs and inputs."""
 
 from __future__ import annotations
 
@@ -29,6 +29,32 @@ class Boxes(Model):
             "boxes": [np.array([[count, place] for place in range(count)], "f4").reshape(-1, 2) for count in counts],
             "names": [[f"{count}.{place}" for place in range(count)] for count in counts],
             "rows": np.full_like(n, len(n)),
+        }
+
+
+class Sums(Model):
+    """The sum of a row's numbers, and with how many rows, each how long, it was computed."""
+
+    inputs = (Tensor("x", "FP32", [-1, 2], ragged=True, padding=-9),)
+    outputs = (
+        Tensor("sum", "FP32", [2]),
+        Tensor("same", "FP32", [-1, 2], ragged=True),
+        Tensor("call", "INT64", [2]),
+    )
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, x: npt.NDArray[np.float32], x_count: npt.NDArray[np.int32]) -> dict[str, Any]:
+        """Sum."""
+        self.calls += 1
+        rows = [row[:count] for row, count in zip(x, x_count[:, 0], strict=True)]
+        if any((row[count:] != -9).any() for row, count in zip(x, x_count[:, 0], strict=True)):
+            raise BadInput("x: expected -9 where a row has ended")
+        return {
+            "sum": np.array([row.sum(0) for row in rows], "f4"),
+            "same": rows,
+            "call": np.full((len(x), 2), (self.calls, x.shape[1])),
         }
 
 

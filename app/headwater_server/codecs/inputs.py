@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -13,8 +13,9 @@ from headwater.datatypes import DATATYPES
 from headwater.signature import TensorSpec
 from headwater_server.codecs.faults import at, key_text, shape_text, shown
 from headwater_server.codecs.json_data import JsonData
+from headwater_server.codecs.tensors import RawTensor
 
-__all__ = ["DeclaredInput", "declared_input", "element_count", "take_binary"]
+__all__ = ["DeclaredInput", "add_counts", "declared_input", "element_count", "take_binary"]
 
 _LENGTH: Final = struct.Struct("<I")
 _MAX_DIM: Final = 2**31 - 1
@@ -31,6 +32,27 @@ class DeclaredInput(NamedTuple):
     size_bytes: int
     """Bytes of an element; 0 for ``BYTES``."""
     data: JsonData
+
+
+def add_counts(inputs: dict[str, RawTensor], specs: Iterable[TensorSpec]) -> None:
+    """Check the counts of ragged inputs, and add the counts that a client left out: then all rows of its request have
+    the size that the tensor has.
+
+    Args:
+        inputs: a request's inputs.
+        specs: the model's inputs that are `TensorSpec.counts`.
+
+    Raises:
+        BadRequest: a count is negative or larger than the tensor.
+    """
+    for spec in specs:
+        tensor = inputs[spec.counts]
+        rows, size = tensor.shape[:2]
+        counts = inputs.setdefault(spec.name, RawTensor("INT32", (rows, 1), size.to_bytes(4, "little") * rows))
+        for row, count in enumerate(np.frombuffer(counts.data, "<i4").tolist()):
+            if not 0 <= count <= size:
+                expected = f"expected 0 to {size}, the size of input {spec.counts!r}, got {count}"
+                raise at("inputs", spec.name, f"row {row}: {expected}")
 
 
 def declared_input(spec: TensorSpec, *, rows: bool) -> DeclaredInput:

@@ -118,8 +118,9 @@ class Answer(msgspec.Struct):
     for an identical request (``shared``). Empty: the deployment has no cache, or the request has no rows."""
 
 
-def resized(tensor: RawTensor, size: int) -> RawTensor:
-    """A tensor whose second axis has another size: cut, or filled up with zeros or empty elements."""
+def resized(tensor: RawTensor, size: int, fill: bytes = b"\0") -> RawTensor:
+    """A tensor whose second axis has another size: cut, or filled up with ``fill``, the bytes of an element, or one for
+    all its bytes; a ``BYTES`` tensor is filled up with empty elements."""
     rows, old_size, *rest = tensor.shape
     if size == old_size:
         return tensor
@@ -132,7 +133,7 @@ def resized(tensor: RawTensor, size: int) -> RawTensor:
         return RawTensor(tensor.datatype, shape, pack_bytes(whole))
     element_bytes = DATATYPES[tensor.datatype].size_bytes * math.prod(rest)
     row_bytes, kept_bytes = old_size * element_bytes, min(size, old_size) * element_bytes
-    fill = bytes(size * element_bytes - kept_bytes)
+    fill *= (size * element_bytes - kept_bytes) // len(fill)
     pieces: list[bytes | memoryview] = []
     for row in range(rows):
         pieces += (tensor.data[row * row_bytes : row * row_bytes + kept_bytes], fill)

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable, Collection, Hashable
 from typing import cast
 
-from headwater.signature import Signature
+from headwater.signature import Signature, TensorSpec
+from headwater_server.codecs.inputs import add_counts
 from headwater_server.codecs.tensors import InferRequest
 from headwater_server.control.load import Moment
 from headwater_server.control.messages import ReplicaLoss
@@ -17,7 +18,7 @@ from headwater_server.dispatch.collector import Collector, wanted_heads
 from headwater_server.dispatch.deployment_protocol import Fail, TensorDispatcher
 from headwater_server.dispatch.losses import Losses, keys_of
 from headwater_server.dispatch.pending import Part, Pending, held_bytes
-from headwater_server.dispatch.policy import BatchingPolicy, length_class
+from headwater_server.dispatch.policy import RAGGED_PADDING, BatchingPolicy, length_class
 from headwater_server.dispatch.pool import Connect, ReplicaCalls, ReplicaPool, connect
 from headwater_server.dispatch.queue import DEFAULT_WEIGHTS
 from headwater_server.errors import BadRequest, QueueFull, ReplicaLost
@@ -72,6 +73,8 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         self._batching = BatchingPolicy(
             route, self._admission, self._retries, self._pool.connected, self._calls, self._fitting
         )
+        self._counts: dict[str, TensorSpec] = {}
+        """The inputs with counts, by ragged input."""
         self._calls.on_end = self._batching.schedule
         self._calls.on_change = self._batching.note
         self.update(route)
@@ -93,6 +96,7 @@ class ModelDispatcher(TensorDispatcher[Pending]):
     def update(self, route: DeploymentRoute) -> None:
         """See `Dispatcher.update`."""
         if route.signature is not None:
+            self._counts = {spec.counts: spec for spec in route.signature.inputs if spec.counts}
             is_smaller = route.signature.max_batch_size < self._queue.max_batch_size
             self._queue.max_batch_size = route.signature.max_batch_size
             if is_smaller:
@@ -164,6 +168,8 @@ class ModelDispatcher(TensorDispatcher[Pending]):
     # Requests
 
     def _start(self, request: InferRequest, signature: Signature, *, is_stream: bool) -> Pending:
+        if self._counts:
+            add_counts(request.inputs, self._counts.values())
         if self.route.barred:
             check_key(self.route, request.owner)
         fingerprint = b""
@@ -214,11 +220,12 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         run.release()
 
     def _enqueue(self, pending: Pending, size_bytes: int) -> None:
-        request = pending.request
+        request, ragged = pending.request, self._counts
+        max_padding = self.route.max_padding or (RAGGED_PADDING if ragged else 0)
         key: Hashable = (
             # A stream never shares a call: when it ends depends on its outputs.
             id(pending if pending.signature.streams else pending.signature),
-            tuple([(name, tensor.shape[1:]) for name, tensor in request.inputs.items()]),
+            tuple([(name, tensor.shape[1 + (name in ragged) :]) for name, tensor in request.inputs.items()]),
             tuple(request.batch_parameters.items()),
             request.is_copy,  # a client's request must not be blamed if a copy ends the replica
         )
@@ -226,8 +233,8 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         whole = Part(pending, key, 0, request.rows, request.inputs, set(pending.collector.heads), size_bytes, losses)
         pending.parts = whole.pieces(self._queue.max_batch_size)
         for part in pending.parts:
-            if self.route.max_padding:
-                part.key = (key, length_class(part.inputs, self.route.max_padding))
+            if max_padding:
+                part.key = (key, length_class(part.inputs, max_padding, ragged))
             if losses:
                 self._retries.push(part)
             else:

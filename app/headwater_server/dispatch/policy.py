@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from headwater_server.codecs.tensors import RawTensor, longest_row
@@ -23,7 +23,7 @@ from headwater_server.dispatch.losses import Retries
 from headwater_server.dispatch.pending import Part
 from headwater_server.dispatch.pool import ReplicaCalls
 
-__all__ = ["BatchingPolicy", "GatherClock", "length_class"]
+__all__ = ["RAGGED_PADDING", "BatchingPolicy", "GatherClock", "length_class"]
 
 GOOD_PART: Final = 4
 """A busy replica gets no call with fewer rows than ``max_batch_size`` divided by this number."""
@@ -31,6 +31,10 @@ GOOD_PART: Final = 4
 GOOD_ROWS: Final = 8
 """A busy replica gets no call with fewer rows than this, so that small batches are filled; a full batch suffices if
 ``max_batch_size`` is less."""
+
+
+RAGGED_PADDING: Final = 0.5
+"""`length_class`'s ``max_padding`` for a model with ragged inputs whose deployment sets none."""
 
 
 class BatchingPolicy:
@@ -190,15 +194,17 @@ class GatherClock:
         return self._total_ns + (time.perf_counter_ns() - self._since_ns if self._since_ns else 0)
 
 
-def length_class(inputs: Mapping[str, RawTensor], max_padding: float) -> int:
-    """The length class of a request's rows: by the bytes of the longest row, added up over the BYTES inputs; 0 if there
-    is no BYTES input.
+def length_class(inputs: Mapping[str, RawTensor], max_padding: float, ragged: Collection[str] = ()) -> int:
+    """The length class of a request's rows: by the bytes of the longest row, added up over the BYTES inputs, and by the
+    sizes of the ``ragged`` inputs; 0 if there are no such inputs.
 
     A length includes the four bytes in front of each element. A model pads by tokens, which are unknown in the gateway;
     texts of the same kind have similar numbers of bytes per token.
     """
     length = 0
-    for tensor in inputs.values():
-        if tensor.datatype == "BYTES":
+    for name, tensor in inputs.items():
+        if name in ragged:
+            length += tensor.shape[1]
+        elif tensor.datatype == "BYTES":
             length += len(tensor.data) if tensor.shape[0] == 1 else longest_row(tensor)
     return int(math.log(length) / -math.log1p(-max_padding)) if length else 0

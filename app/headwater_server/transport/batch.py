@@ -10,12 +10,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
-from headwater.datatypes import DATATYPES
+from headwater.datatypes import DATATYPES, float32_to_bf16
 from headwater.signature import REQUEST, Signature, TensorSpec
 from headwater.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, placeholder_shape
 from headwater.wire.shared_memory import SHARED_FROM_BYTES, aligned, stand_in_shape
-from headwater_server.codecs.tensors import InferRequest, Outputs, RawTensor, SlicedTensor, sliced_outputs
+from headwater_server.codecs.tensors import InferRequest, Outputs, RawTensor, SlicedTensor, resized, sliced_outputs
 from headwater_server.errors import (
     RETRY_AFTER_LOST_S,
     BadRequest,
@@ -110,11 +111,16 @@ def encode_inputs(
         if tensor is None:
             continue
         shape = [rows, *tensor.shape[1:]]
+        if spec.ragged:
+            shape[1] = max(row_inputs[spec.name].shape[1] for _, row_inputs, _ in batch)
         if 0 in shape:  # sent as a placeholder, since PyTriton can't carry empty tensors
             note.shapes[spec.name] = shape
             inputs.append((spec.name, *_zeros(spec, placeholder_shape(rows, spec.shape))))
         else:
             pieces = [row_inputs[spec.name].data for _, row_inputs, _ in batch]
+            if spec.ragged:
+                fill = _padding(spec)
+                pieces = [resized(row_inputs[spec.name], shape[1], fill).data for _, row_inputs, _ in batch]
             inputs.append((spec.name, DATATYPES[spec.datatype].wire, shape, pieces))
     segment = None if segments is None else _share(signature, inputs, segments, note)
     return FrameRequest(inputs, note), segment
@@ -146,6 +152,13 @@ def _share(
         inputs[place] = (name, *_zeros(specs[name], stand_in_shape(specs[name], shape[0])))
     note.shared = segment.shared()
     return segment
+
+
+def _padding(spec: TensorSpec) -> bytes:
+    """An element of the value with which the shorter rows of a ragged input end."""
+    if spec.datatype == "BF16":
+        return float32_to_bf16(np.array([spec.padding], np.float32)).tobytes()
+    return b"" if spec.datatype == "BYTES" else np.array(spec.padding).astype(DATATYPES[spec.datatype].numpy).tobytes()
 
 
 def _zeros(spec: TensorSpec, shape: list[int]) -> tuple[str, list[int], list[bytes | memoryview]]:

@@ -37,7 +37,7 @@ LARGEST_ROW: Final = 1 << 28
 
 EXAMPLE: Final = "`inputs: [{name: x, datatype: FP32, shape: [4]}]`, the shape of one row"
 WITHOUT_FILE: Final = "without a configuration with `--set 'deployments.NAME.options={inputs: [...], outputs: [...]}'`"
-_FIELDS: Final = ("name", "datatype", "shape", "optional", "labels", "ragged")
+_FIELDS: Final = ("name", "datatype", "shape", "optional", "labels", "ragged", "padding")
 _REQUIRED: Final = _FIELDS[:3]
 
 

@@ -61,3 +61,11 @@ def test_of_a_row_with_several_elements_and_inputs_all_count() -> None:
 )
 def test_what_does_not_vary_is_of_one_class(inputs: dict[str, RawTensor]) -> None:
     assert length_class(inputs, 0.2) == 0
+
+
+def test_sizes_of_ragged_inputs_count() -> None:
+    def numbers(size: int) -> dict[str, RawTensor]:
+        return {"x": RawTensor("FP32", (2, size), bytes(8 * size))}
+
+    assert length_class(numbers(100), 0.2, {"x"}) == length_class(text(100), 0.2)
+    assert length_class({**numbers(60), **text(40)}, 0.2, {"x"}) == length_class(text(100), 0.2)

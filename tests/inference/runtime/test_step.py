@@ -762,18 +762,25 @@ class TestRagged:
         assert made.arrays["found_count"].tolist() == [[1], [3], [0]]
 
     @pytest.mark.parametrize(
-        ("field", "tensor", "words"),
+        ("inputs", "batch", "words"),
         [
-            ("inputs", Tensor("n", "INT64", [-1], ragged=True), "inputs, 'n': an input can't be ragged"),
-            ("outputs", Tensor("twice", "INT64", [-1], ragged=True), "without a batch axis an output has any size"),
+            (
+                [Tensor("n", "INT64", [-1], ragged=True, optional=True)],
+                "rows",
+                "'n': it is optional; leave `ragged` out",
+            ),
+            ([Tensor("n", "INT64", [1])], None, "'found': it has no batch axis, and so any size; leave `ragged` out"),
+            (
+                [Tensor("n", "INT64", [-1], ragged=True), Tensor("n_count", "INT32", [1])],
+                "rows",
+                "'n_count' is declared 2",
+            ),
         ],
     )
-    def test_what_can_not_be_ragged_is_refused(self, field: str, tensor: Tensor, words: str) -> None:
+    def test_what_can_not_be_ragged_is_refused(
+        self, inputs: list[Tensor], batch: Literal["rows"] | None, words: str
+    ) -> None:
         model = Found()
-        setattr(model, field, [tensor])
-        if field == "outputs":
-            model.batch = None  # type: ignore[misc]
+        model.inputs, model.batch = inputs, batch  # type: ignore[misc]
         with pytest.raises(DeclarationError, match=words):
             Signature.of(model, name="m", max_batch_size=8)
-        with pytest.raises(DeclarationError, match="expected a shape that begins with -1"):
-            Tensor("n", "INT64", [1, -1], ragged=True)
