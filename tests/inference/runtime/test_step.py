@@ -781,6 +781,6 @@ class TestRagged:
         self, inputs: list[Tensor], batch: Literal["rows"] | None, words: str
     ) -> None:
         model = Found()
-        model.inputs, model.batch = inputs, batch  # type: ignore[misc]
+        model.inputs, model.batch = inputs, batch  # type: ignore[misc, assignment]
         with pytest.raises(DeclarationError, match=words):
             Signature.of(model, name="m", max_batch_size=8)
