@@ -26,7 +26,7 @@ ELSEWHERE = {
     ("guide.md", "Begin with a folder"): "tests/app/cli/test_init.py",
     ("guide.md", "A Hugging Face folder"): "tests/end_to_end/test_huggingface.py",
     ("guide.md", "A file or a function instead of a class"): "tests/end_to_end/test_files.py",
-    ("files.md", "A voice detector"): "tests/vendor_files",
+    ("files.md", "A voice detector"): "tests/vendor_files/test_vendor_files.py",
     ("from-pytriton.md", "From PyTriton"): "tests/end_to_end/test_pytriton.py",
     ("from-pytriton.md", "In a configuration"): "tests/end_to_end/test_pytriton.py",
     ("from-pytriton.md", "As a `Model` class"): "tests/end_to_end/test_pytriton.py",
