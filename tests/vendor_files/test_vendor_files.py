@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +18,12 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+import yaml
 from tritonclient.http import InferenceServerClient, InferInput
 
 from headwater.runtime.tensor_options import served_name
 from headwater.wire.arrays import Array
+from tests.pages import section
 from tests.running import Running, serve
 
 pytestmark = pytest.mark.vendor_files
@@ -194,3 +199,21 @@ def test_a_torchscript_file_gets_a_number_from_the_request(running: Running) -> 
         with torch.no_grad():
             expected = script(torch.from_numpy(sound), 16_000)
         np.testing.assert_allclose(answer.json()["outputs"][0]["data"], expected.ravel(), atol=1e-6)
+
+
+def test_the_pages_voice_detector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration, its example and its clients."""
+    monkeypatch.chdir(tmp_path)
+    configuration, example, client, console = section("files.md", "A voice detector")
+    (tmp_path / "silero_vad.onnx").symlink_to(packages() / VAD)
+    exec(example.text, {})
+    sounds = [np.zeros((1, 576), "f4")] * 3
+    with serve(yaml.safe_load(configuration.text), cwd=tmp_path) as running:
+        names: dict[str, Any] = {"sounds": sounds}
+        exec(client.text.replace("http://127.0.0.1:8000", running.url), names)
+        assert names["speech"] < 0.1
+        (tmp_path / "inputs.json").write_text(json.dumps({"inputs": names["inputs"]}))
+        (command,) = console.commands
+        curl = shlex.split(command.line.replace("http://127.0.0.1:8000", running.url))
+        answer = json.loads(subprocess.run(curl, capture_output=True, check=True).stdout)
+        assert [output["name"] for output in answer["outputs"]] == ["output", "stateN"]
