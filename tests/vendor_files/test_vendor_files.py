@@ -191,7 +191,8 @@ def test_a_voice_detectors_state_goes_to_the_client_and_back_although_a_replica_
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_torchscript_file_gets_a_number_from_the_request(running: Running) -> None:
-    script: Any = torch.jit.load(str(packages() / VAD_JIT))
+    load: Any = torch.jit.load  # it has no types
+    script = load(str(packages() / VAD_JIT))
     random = np.random.default_rng(5)
     for _ in range(5):  # the state is the replica's
         sound = random.normal(size=(1, 512)).astype("f4")
