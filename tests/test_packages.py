@@ -31,7 +31,7 @@ MAY_IMPORT = {
         "wire": "",
         "hf": "wire",
         "runtime": "wire hf",
-        "lm": "wire runtime",
+        "lm": "wire hf runtime",
         "replica": "wire runtime lm",
         "zoo": "",
     },

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
@@ -209,6 +209,7 @@ class Embedding:
             off the rest.
         prompt: the declared ``str`` parameter (``per="row"``) that names the prompt before a text; its choices are the
             names.
+        truncate: whether a text that is too long is cut if the request doesn't say; otherwise it is refused.
 
     The gateway recognizes two more features by their names. An optional ``INT32 [-1]`` input ``token_ids`` takes a
     text's tokens instead of the text, which is then empty; shorter rows are filled with -1 at the end. An ``int``
@@ -221,6 +222,7 @@ class Embedding:
     tokens: str | None = None
     dimensions: str | None = None
     prompt: str | None = None
+    truncate: bool = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)

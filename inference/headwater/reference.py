@@ -2,7 +2,7 @@
 
 A reference is ``module:Class`` or ``module:function``; or a kind and a path (see `PATH_KINDS`); or ``lm:PATH`` for the
 folder of a language model, or ``lm:PACKAGE:PATH`` for a folder within an installed package. The server knows further
-prefixes of folders for other engines.
+prefixes of folders for other engines. The path of a folder may be a model's name at the Hugging Face hub instead.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from typing import Final, Literal, NamedTuple
 
 from headwater.environment import problem_of
 from headwater.errors import LoadError, Problem
+from headwater.hub_cache import HubModel, hub_model
 
 __all__ = [
+    "GGUF_FIX",
     "PATH_KINDS",
     "LmReference",
     "find_folder",
     "find_path",
     "is_language_model",
     "kind_and_path",
+    "named_at_hub",
     "parse_reference",
     "script_and_name",
 ]
@@ -34,6 +37,8 @@ PATH_KINDS: Final = {
     "torch": "torch:models/head.pt2",
 }
 """An example for each kind of reference that is made into a `Model` from a path."""
+
+GGUF_FIX: Final = "GGUF is not read, nor by vLLM 0.32: name the folder of the same model in safetensors"
 
 _PACKAGE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 
@@ -104,17 +109,33 @@ def find_folder(reference: str, search: Sequence[str] = ()) -> Path:
 
 
 def find_path(title: str, path: str, search: Sequence[str], kind: Literal["file", "folder"]) -> Path:
-    """The absolute path of a file or folder. A relative path is searched in the working folder, then in ``search``;
-    ``title`` begins the message of an error.
+    """The absolute path of a file or folder. A relative path is searched in the working folder, then in ``search``. A
+    folder that isn't there may be a model in the cache of the Hugging Face hub (see `HubModel`). ``title`` begins the
+    message of an error.
 
     Raises:
         LoadError: there is no such file or folder.
     """
+    model = named_at_hub(path, search) if kind == "folder" else None
+    if model is not None and (snapshot := model.snapshot) is not None:
+        return snapshot
+    fix = "correct the path; a relative one starts in the working folder or in that of the configuration"
+    if model is not None:
+        command = f"hf download {model.name}" + ("" if model.revision == "main" else f" --revision {model.revision}")
+        hint = f"which is not in {model.folder}, download it: `{command}`, or `headwater serve --download`"
+        fix = f"correct the path; or, if it names a model of the Hugging Face hub, {hint}"
+    return _existing(title, _places(path, search), kind, fix)
+
+
+def named_at_hub(path: str, search: Sequence[str]) -> HubModel | None:
+    """The model that a path names as the Hugging Face hub does; None if it has another form, or if it exists."""
+    return None if any(place.exists() for place in _places(path, search)) else hub_model(path)
+
+
+def _places(path: str, search: Sequence[str]) -> list[Path]:
     wanted = Path(path).expanduser()
     starts = dict.fromkeys(Path(folder).absolute() for folder in (".", *search))
-    places = [wanted] if wanted.is_absolute() else [start / wanted for start in starts]
-    fix = "correct the path; a relative one starts in the working folder or in that of the configuration"
-    return _existing(title, places, kind, fix)
+    return [wanted] if wanted.is_absolute() else [start / wanted for start in starts]
 
 
 def _existing(title: str, places: Sequence[Path], kind: Literal["file", "folder"], fix: str) -> Path:
@@ -127,7 +148,7 @@ def _existing(title: str, places: Sequence[Path], kind: Literal["file", "folder"
     reason = (
         f"there is no {kind} {tried}" if mismatch is None else f"expected a {kind}, got the {other_kind} {mismatch}"
     )
-    raise LoadError(Problem(title, reason, fix))
+    raise LoadError(Problem(title, reason, GGUF_FIX if mismatch is not None and mismatch.suffix == ".gguf" else fix))
 
 
 def _folders_of(title: str, package: str) -> list[Path]:

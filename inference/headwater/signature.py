@@ -14,6 +14,7 @@ import numpy as np
 from headwater.datatypes import DATATYPES
 from headwater.engine import EngineLimits, Sampling
 from headwater.errors import DeclarationError
+from headwater.hub_cache import model_name
 from headwater.mapping import check_mappings
 from headwater.model import Classification, Embedding, Model, Parameter, Reranking, Tensor, Transcription
 
@@ -312,7 +313,7 @@ def text_signature(
             inputs=(TensorSpec("text_input", "BYTES", (1,)),),
             outputs=(TensorSpec("embedding", "FP32", (vllm.embedding_length,)),),
             embedding=Embedding(input="text_input", output="embedding"),
-            description=f"The embedding model {folder.name}.",
+            description=f"The embedding model {model_name(folder)}.",
             vllm=vllm,
         )
     return Signature(
@@ -320,7 +321,7 @@ def text_signature(
         inputs=(TensorSpec("text_input", "BYTES", (1,)),),
         outputs=(TensorSpec("text_output", "BYTES", (1,)),),
         max_batch_size=1,
-        description=f"The language model {folder.name}.",
+        description=f"The language model {model_name(folder)}.",
         streams=True,
         language_model=language_model,
         vllm=vllm,

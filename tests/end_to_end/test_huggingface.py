@@ -17,7 +17,9 @@ import yaml
 from openai import BadRequestError, OpenAI
 from PIL import Image
 from sentence_transformers import CrossEncoder, SentenceTransformer
+from tokenizers import Tokenizer
 
+import headwater.zoo
 from headwater.zoo.text import weights_folder
 from tests.browser import chromium, open_browser
 from tests.inference.hf.folders import RATE, TEXTS, bert, pipeline, vit, wav, wav2vec2
@@ -25,6 +27,7 @@ from tests.pages import Block, section
 from tests.running import Running, serve
 
 LABELS = ("tax", "animal")
+TINY_LM = Path(headwater.zoo.__file__).parent / "weights" / "tiny_lm"
 
 
 def blocks(kind: str) -> list[Block]:
@@ -42,6 +45,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     bert(folder / "classifier", "BertForSequenceClassification", LABELS)
     vit(folder / "pictures", LABELS)
     wav2vec2(folder / "speech")
+    for name, weights in (("embedder", weights_folder()), ("writer", TINY_LM)):
+        snapshots = folder.parent / "hub" / f"models--org--{name}" / "snapshots"
+        snapshots.mkdir(parents=True)
+        (snapshots / "v1").symlink_to(weights)
     return folder
 
 
@@ -49,6 +56,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(models: Path) -> Iterator[Running]:
     config = yaml.safe_load(blocks("yaml")[0].text)
     config["deployments"] |= {name: {"model": f"hf:models/{name}"} for name in ("pictures", "speech")}
+    config["deployments"]["short"] = {
+        "model": "hf:models/embedder", "options": {"dimensions": "any", "truncate": True},
+    }  # fmt: skip
+    for name, model in (("cached", "hf:org/embedder@v1"), ("writer", "lm:org/writer@v1")):
+        config["deployments"][name] = {"model": model, "environment": {"HF_HUB_CACHE": str(models.parent / "hub")}}
     for deployment in config["deployments"].values():
         deployment["threads"] = 1
     with serve(config, cwd=models.parent) as running:
@@ -82,6 +94,37 @@ def test_embeddings_are_the_librarys(running: Running) -> None:
         client.embeddings.create(model="embedder", input="word " * 400)
     with pytest.raises(BadRequestError, match="input_type: model `embedder` has no prompts to choose"):
         client.embeddings.create(model="embedder", input="x", extra_body={"input_type": "query"})
+
+
+def test_models_are_found_in_the_hubs_cache(running: Running) -> None:
+    client = OpenAI(base_url=f"{running.url}/v1", api_key="none")
+    vectors = [client.embeddings.create(model=name, input="x").data[0].embedding for name in ("cached", "embedder")]
+    assert np.ptp(np.array(vectors), axis=0).max() < 1e-6
+    assert client.completions.create(model="writer", prompt="def f", max_tokens=3).choices[0].text
+
+
+def test_embeddings_have_the_length_that_is_asked_for(running: Running) -> None:
+    client = OpenAI(base_url=f"{running.url}/v1", api_key="none")
+    texts = ["The harbour lay still.", "word " * 400]
+    answer = client.embeddings.create(model="short", input=texts, dimensions=128)
+    got, tokens = np.array([one.embedding for one in answer.data]), answer.usage.prompt_tokens
+    whole = np.array([one.embedding for one in client.embeddings.create(model="short", input=texts).data])
+    cut = whole[:, :128] / np.linalg.norm(whole[:, :128], axis=1, keepdims=True)
+    assert (got.shape, whole.shape, tokens) == ((2, 128), (2, 384), 7 + 256)
+    assert np.abs(got - cut).max() < 1e-6
+    tokenizer = Tokenizer.from_file(str(weights_folder() / "tokenizer.json"))
+    tokenizer.no_padding()
+    ids = tokenizer.encode(texts[0]).ids
+    (embedding,) = client.embeddings.create(model="short", input=[ids], dimensions=128).data
+    assert np.abs(np.array(embedding.embedding) - got[0]).max() < 1e-5
+    for length, reason in ((0, "at least 1"), (-1, "at least 1"), (385, "1 to 384"), (10**9, "1 to 384")):
+        with pytest.raises(BadRequestError, match=f"dimensions: expected {reason}, got {length}"):
+            client.embeddings.create(model="short", input="x", dimensions=length)
+    assert len(client.embeddings.create(model="embedder", input="x", dimensions=384).data[0].embedding) == 384
+    with pytest.raises(
+        BadRequestError, match=r"dimensions: expected 384, got 128; `options\.dimensions: any` of the deployment"
+    ):
+        client.embeddings.create(model="embedder", input="x", dimensions=128)
 
 
 def test_ranks_are_the_cross_encoders(running: Running, models: Path) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from headwater.errors import DeclarationError, Problem
 from headwater.pipeline import make_plan
 from headwater.signature import Signature
+from headwater_server.cli.download import download_models
 from headwater_server.cli.kind_commands import COMMANDS
 from headwater_server.cli.model_request import model_request
 from headwater_server.cli.script_config import load_with_scripts
@@ -45,6 +46,7 @@ def check(
     as_json: bool,
     flags: Mapping[str, Any] | None = None,
     loads: bool = False,
+    downloads: bool = False,
     python: str | None = None,
 ) -> int:
     """Check the environment and, if given, a configuration or model, and print the findings.
@@ -58,6 +60,7 @@ def check(
         flags: fields that override the file, by dotted path, as in `load_config`.
         loads: also load the models, one deployment after the other, and call all but language models. Models that vLLM
             computes are not loaded.
+        downloads: also download the models that are named as at the Hugging Face hub.
         python: the value of ``--python``.
 
     Returns:
@@ -79,6 +82,8 @@ def check(
             config, chosen = loaded.config, str(loaded.python)
             for warning in loaded.warnings:
                 print(f"warning: {warning}", file=sys.stderr)
+            if downloads:
+                download_models(config, paths)
     except InvalidConfig as error:
         config = error.rest
         for problem in error.problems:

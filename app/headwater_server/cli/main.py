@@ -87,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     add_python_option(check)
     add_set_option(check)
     check.set_defaults(run=_check)
+    for command in (serve, check):
+        help_text = "download models named as at the Hugging Face hub (hf:ORGANIZATION/NAME) into its local cache"
+        command.add_argument("--download", action="store_true", help=help_text)
 
     init = commands.add_parser("init", help="write a folder to begin with: a model, a configuration, a test")
     init.add_argument("kind", metavar="KIND", choices=KINDS, help=f"one of {', '.join(KINDS)}")
@@ -189,6 +192,10 @@ def _serve(options: argparse.Namespace) -> int:
 
     flags = config_flags(options)
     config, user_paths, warnings, python = load_with_scripts(options.what, flags=flags, python=options.python)
+    if options.download:
+        from headwater_server.cli.download import download_models
+
+        download_models(config, user_paths)
     sys.stdout = never_blocking(sys.stdout)
     set_up_logging(config.server.log_format)
     logging.getLogger("headwater").info("%s", python)
@@ -251,11 +258,12 @@ def _check(options: argparse.Namespace) -> int:
     require_folders()
     from headwater_server.cli.check import check
 
-    for name, value in (("--load", options.load), ("--python", options.python)):
+    for name, value in (("--load", options.load), ("--download", options.download), ("--python", options.python)):
         if options.what is None and value:
             raise CommandError(f"{name}: expected a CONFIG or a model as well, got neither")
     flags = config_flags(options)
-    return check(options.what, as_json=options.json, flags=flags, loads=options.load, python=options.python)
+    choices = {"loads": options.load, "downloads": options.download, "python": options.python}
+    return check(options.what, as_json=options.json, flags=flags, **choices)
 
 
 def _init(options: argparse.Namespace) -> int:

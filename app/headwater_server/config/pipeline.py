@@ -82,7 +82,7 @@ class Step(Section):
 
 
 class EmbeddingMap(Section):
-    """How a pipeline answers ``/v1/embeddings``; the fields of `headwater.Embedding` without ``dimensions``."""
+    """How a pipeline answers ``/v1/embeddings``; the fields of `headwater.Embedding` that name tensors."""
 
     input: str
     output: str

@@ -11,6 +11,7 @@ from typing import Any, Final
 import yaml
 from pydantic import ValidationError
 
+from headwater.hub_cache import hub_model
 from headwater.reference import kind_and_path
 from headwater_server.config.cluster import Cluster
 from headwater_server.config.deployment_kinds import kind_of
@@ -94,6 +95,8 @@ def _instead(path: Path) -> str:
     if path.suffix == ".py":
         return f"write pytriton:{path} for a PyTriton script, {path.stem}:CLASS for a class in that file"
     kind = {".onnx": "onnx", ".pt": "torch", ".pt2": "torch", ".pth": "torch"}.get(path.suffix)
+    if not kind and path.suffix not in (".yaml", ".yml", ".json") and not path.exists() and hub_model(str(path)):
+        return f"write hf:{path} for a model of the Hugging Face hub, lm:{path} if it is a language model"
     return f"write {kind}:{path}" if kind else ""
 
 
@@ -106,11 +109,9 @@ def _name(model: str) -> str:
     """The name under which a single model is served: of its folder, of its file without suffix, or of its class in
     lower case."""
     last = model.rpartition(":")[2]
-    if kind_of(model).names_folder:
-        return Path(last).absolute().name
     kind, path = kind_and_path(model)
-    if kind == "hf":  # a folder; its name may contain a dot
-        return Path(path).absolute().name
+    if kind == "hf" or kind_of(model).names_folder:  # a folder; its name may contain a dot
+        return Path(last).absolute().name.partition("@")[0]  # without a revision at the hub
     return Path(path).absolute().stem if path else last.lower()
 
 

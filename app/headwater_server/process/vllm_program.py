@@ -121,6 +121,10 @@ def _config(folder: Path) -> dict[str, Any]:
 def folder_problem(folder: Path, options: Mapping[str, Any], install: VllmInstall) -> Problem | None:
     """Why vLLM could not serve a model, as far as is known without a start; None if no problem was found."""
     title = f"model {folder}"
+    if (folder / "adapter_config.json").is_file():
+        reason = "adapter_config.json: expected a model, got an adapter, which vLLM would not apply"
+        fix = "name the folder of the model that it was trained for, and this folder in `options.adapters`"
+        return Problem(title, reason, fix)
     try:
         max_length = context_length(folder)
     except LoadError as error:

@@ -14,6 +14,15 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 from headwater.environment import install_command, problem_of
 from headwater.errors import LoadError, Problem
+from headwater.hf.weight_headers import (
+    NOT_QUANTIZED,
+    USUAL,
+    WEIGHTS,
+    check_kind,
+    for_quantized,
+    quantization_of,
+    read_headers,
+)
 from headwater.tuning import turn_cudnn_attention_off
 
 __all__ = ["LOCAL", "TASKS", "HfFolder", "Task"]
@@ -58,6 +67,7 @@ class HfFolder:
         self.title = title
         self.has_modules = (path / "modules.json").is_file()
         """Whether the folder is for sentence-transformers."""
+        check_kind(title, path)
         if not (path / "config.json").is_file() and not self.has_modules:
             raise self.error(
                 f"expected {path / 'config.json'}, got no such file",
@@ -82,9 +92,23 @@ class HfFolder:
             raise self.error(f"{name}: expected an object, got {type(content).__name__}", f"correct {self.path / name}")
         return content
 
-    def modules(self) -> list[tuple[str, dict[str, Any]]]:
-        """The modules of a sentence-transformers folder: for each, the name of its class, and its configuration. Empty
-        if the folder has no ``modules.json``.
+    def check_weights(self) -> None:
+        """Check the headers of the weights in the folder, and in the folders of its modules.
+
+        Raises:
+            LoadError: a file is truncated, or is not a file of weights; the weights are quantized.
+        """
+        modules = [(path, config) for _, path, config in self.modules()] or [("", self.config)]
+        for path, config in modules:
+            if method := quantization_of(config):
+                fix = for_quantized(method) if self.has_modules else NOT_QUANTIZED
+                raise self.error(f"config.json: its weights are quantized ({method}), which is not supported here", fix)
+            if any(file.name.startswith(USUAL) or file.suffix == ".gguf" for file in (self.path / path).glob("*")):
+                read_headers(self.title, self.path / path, WEIGHTS)
+
+    def modules(self) -> list[tuple[str, str, dict[str, Any]]]:
+        """The modules of a sentence-transformers folder, each with the name of its class, the path of its folder, and
+        its configuration. Empty if the folder has no ``modules.json``.
 
         Raises:
             LoadError: a file can't be read, or ``modules.json`` has another form.
@@ -94,6 +118,7 @@ class HfFolder:
             return [
                 (
                     module["type"].rpartition(".")[2],
+                    module["path"],
                     self.read(f"{module['path']}/config.json" if module["path"] else "config.json"),
                 )
                 for module in content

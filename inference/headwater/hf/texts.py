@@ -11,7 +11,7 @@ import torch
 from headwater.errors import BadInput
 from headwater.wire.arrays import Array
 
-__all__ = ["as_rows", "computed", "counts", "filled", "similar", "texts_of"]
+__all__ = ["as_rows", "computed", "counts", "filled", "ids_of", "padded", "similar", "texts_of"]
 
 PASS_TOKENS: Final = 40
 """Overhead of a pass through a network on a CPU, as a number of tokens that take as long (measured with MiniLM)."""
@@ -30,6 +30,30 @@ def texts_of(name: str, array: Array) -> list[str]:
                 f"input {name!r}{row}: expected UTF-8, got byte 0x{raw[error.start]:02x} at position {error.start}"
             ) from error
     return texts
+
+
+def ids_of(name: str, rows: torch.Tensor, vocab_size: int) -> list[list[int]]:
+    """The token ids of an INT32 [n, -1] input, without the -1 after them; raises `BadInput` if a row has no ids, or ids
+    that the network doesn't know."""
+    lists: list[list[int]] = []
+    for row in rows.tolist():
+        ids = row[: row.index(-1)] if -1 in row else row
+        if not ids or min(ids) < 0 or max(ids) >= vocab_size or set(row[len(ids) :]) - {-1}:
+            wrong = next((id for id in [*ids, *row[len(ids) :]] if not 0 <= id < vocab_size and id != -1), -1)
+            expected = f"expected ids of this model's tokenizer, from 0 to {vocab_size - 1}, and -1 only after them"
+            raise BadInput(f"input {name!r}: {expected}, got {wrong}")
+        lists.append(ids)
+    return lists
+
+
+def padded(rows: list[list[int]], pad_id: int) -> dict[str, torch.Tensor]:
+    """The fields of a network for rows of token ids, padded at the end."""
+    width = max(map(len, rows))
+    mask = torch.arange(width) < torch.tensor([[len(row)] for row in rows])
+    return {
+        "input_ids": torch.tensor([row + [pad_id] * (width - len(row)) for row in rows]),
+        "attention_mask": mask.long(),
+    }
 
 
 def as_rows(texts: list[str]) -> Array:

@@ -28,7 +28,7 @@ def load_causal_lm(folder: Path, *, device: str = "cpu", dtype: str = "auto", at
     """Load a model that `AutoModelForCausalLM` knows; nothing is downloaded, and no code of the folder runs.
 
     Args:
-        folder: holds config.json and weights as safetensors.
+        folder: holds config.json and weights, as safetensors or as torch.save wrote them.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: torch's name of the type of weights and activations; ``auto`` for the folder's type.
         attention: transformers' name of an attention implementation.
@@ -46,7 +46,7 @@ def load_causal_lm(folder: Path, *, device: str = "cpu", dtype: str = "auto", at
             attn_implementation=attention,
             local_files_only=True,
             trust_remote_code=False,
-            use_safetensors=True,
+            weights_only=True,  # of files that torch.save wrote, where there are no safetensors
             output_loading_info=True,
         )
         model = model.to(device).eval()

@@ -10,7 +10,7 @@ import msgspec
 
 from headwater.engine import Sampling
 from headwater.errors import LoadError, Problem
-from headwater.lm.json_files import checked_json
+from headwater.hf.json_files import checked_json
 
 __all__ = ["GENERATION_CONFIG", "sampling_defaults"]
 

@@ -16,8 +16,9 @@ from msgspec import Meta
 from headwater.engine import Engine, EngineLimits, Sampling
 from headwater.environment import check_installed, install_command, problem_of
 from headwater.errors import LoadError, Problem, ReplicaError
+from headwater.hf.json_files import checked_json
+from headwater.hf.weight_headers import check_kind
 from headwater.lm.generation_config import sampling_defaults
-from headwater.lm.json_files import checked_json
 from headwater.lm.model_folder import CONFIG, OTHER, Attention, checked_model
 from headwater.lm.step_watch import MAX_STEP_S
 from headwater.reference import find_folder
@@ -164,6 +165,7 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
     tool_parser = _tool_parser(title, rest.pop("tool_parser", None))
     has_defaults = _has_defaults(title, rest.pop("generation_config", "auto"))
     if engine is None:
+        check_kind(title, folder)
         checked_json(title, folder, CONFIG, "the model's configuration")
     checked_json(title, folder, TOKENIZER, "the tokenizer, which the gateway needs")
     sampling, sampling_notes = sampling_defaults(title, folder) if has_defaults else (Sampling(), [])

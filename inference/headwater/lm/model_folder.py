@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from headwater.errors import LoadError, Problem, ReplicaError
-from headwater.lm.json_files import SAVED, checked_json
+from headwater.hf.json_files import SAVED, checked_json
+from headwater.hf.weight_headers import WEIGHTS, for_quantized, quantization_of, read_headers
 from headwater.lm.transformers_versions import check_transformers
-from headwater.lm.weight_files import WEIGHTS, check_tensors, read_headers
+from headwater.lm.weight_files import check_tensors
 from headwater.runtime.failure_log import text_of
 
 __all__ = ["CONFIG", "OTHER", "Attention", "ModelChoices", "checked_model", "context_length_of"]
@@ -143,9 +144,13 @@ def _is_quantized(title: str, folder: Path, config: Any) -> bool:
     """
     from headwater.lm.transformers_parts import check_quantization
 
+    method = quantization_of(config.to_dict())
     try:
-        return check_quantization(config)
+        is_quantized = check_quantization(config)
+        cause = f"it knows no method {method!r}"
     except Exception as error:  # a quantizer may raise anything
-        reason = f"{folder / CONFIG}: its weights are quantized, and transformers can't load them here"
-        fix = "name the folder of the model that is not quantized, or have vLLM compute it (`model: vllm:...`)"
-        raise LoadError(Problem(title, f"{reason}: {text_of(error):.300}", fix)) from None
+        method, is_quantized, cause = method or "unknown method", False, f"{text_of(error):.300}"
+    if method and not is_quantized:
+        reason = f"{folder / CONFIG}: its weights are quantized ({method}), and transformers can't load them here"
+        raise LoadError(Problem(title, f"{reason}: {cause}", for_quantized(method)))
+    return is_quantized

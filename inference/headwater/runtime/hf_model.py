@@ -52,6 +52,7 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
         raise folder.error(reason, "correct `options.task`")
     task: Task = task_option or folder.task()
     check_installed(title, "hf", "torch", "transformers", *_ALSO_NEEDED.get(task, ()))
+    folder.check_weights()
     cls = _model_of(task)
     option_names = ["task", *list(inspect.signature(cls).parameters)[1:]]  # the first is the folder
     for name in task_options:

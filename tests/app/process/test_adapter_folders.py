@@ -51,7 +51,7 @@ def test_a_shortage_is_not_the_folders_fault(tmp_path: Path, monkeypatch: pytest
         find_adapters({"x": str(folder)}, [])
     failure = failure_of(caught.value)
     assert (failure.is_shortage, failure.is_permanent) == (True, False)
-    problem = folder_problem(folder, options(), INSTALL)  # the model's own folder
+    problem = folder_problem(tmp_path, options(), INSTALL)  # the model's own folder
     assert problem is not None
     failure = failure_of(LoadError(problem))
     assert (failure.is_shortage, failure.is_permanent) == (True, False)

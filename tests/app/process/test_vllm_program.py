@@ -143,6 +143,14 @@ def test_a_folder_whose_configuration_is_none(tmp_path: Path, text: str) -> None
         context_length(tmp_path)
 
 
+def test_an_adapter_in_place_of_a_model(tmp_path: Path) -> None:
+    (model(tmp_path) / "adapter_config.json").write_text("{}")
+    problem = folder_problem(tmp_path, options(), CPU)
+    assert problem is not None
+    assert "adapter_config.json: expected a model, got an adapter, which vLLM would not apply" in problem.reason
+    assert "this folder in `options.adapters`" in problem.fix
+
+
 def test_a_context_longer_than_the_models(tmp_path: Path) -> None:
     problem = folder_problem(model(tmp_path, max_position_embeddings=512), options(max_model_len=513), CPU)
     assert problem is not None

@@ -49,4 +49,4 @@ def test_nothing_unpickles_or_runs_code_of_a_models_folder() -> None:
             if path.name.startswith("train_"):
                 continue  # these read what they have just written
             if isinstance(node.func, ast.Attribute) and ast.unparse(node.func).endswith("ForCausalLM.from_pretrained"):
-                assert keyword(node, "use_safetensors") == "True", path
+                assert keyword(node, "weights_only") == "True", path

@@ -56,7 +56,7 @@ def bert(folder: Path, kind: str, labels: tuple[str, ...] = (), **config: Any) -
     return folder
 
 
-def sentences(folder: Path, *modes: str, dense: int = 0, **prompts: Any) -> Path:
+def sentences(folder: Path, *modes: str, dense: int = 0, normalizes: bool = True, **prompts: Any) -> Path:
     """Write a sentence-transformers folder around a tiny BERT."""
     inner = bert(folder.with_name(f"{folder.name}-inner"), "BertModel")
     with warnings.catch_warnings():
@@ -66,7 +66,8 @@ def sentences(folder: Path, *modes: str, dense: int = 0, **prompts: Any) -> Path
         if dense:
             torch.manual_seed(4)
             parts.append(Dense(16 * max(1, len(modes)), dense, activation_function=torch.nn.Tanh()))
-        SentenceTransformer(modules=[*parts, Normalize()], **prompts).save_pretrained(str(folder))
+        parts += [Normalize()] if normalizes else []
+        SentenceTransformer(modules=parts, **prompts).save_pretrained(str(folder))
     return folder
 
 

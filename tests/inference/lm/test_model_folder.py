@@ -75,12 +75,74 @@ def test_one_in_several_files_is_planned_and_loads(sharded: Path) -> None:
 
 
 def test_no_weights(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    (folder / "model.safetensors").rename(folder / "weights.bin")
     message = failure(folder)
     assert (
-        "expected model.safetensors, the model's weights, or model.safetensors.index.json, which names their files, "
-        f"in {folder}; it has pytorch_model.bin" in message
+        "expected model.safetensors or pytorch_model.bin, the model's weights, or model.safetensors.index.json, which "
+        f"names their files, in {folder}; it has weights.bin" in message
     )
+
+
+def saved_by_torch(folder: Path, **options: Any) -> Path:
+    """Turn a folder's safetensors into what torch.save writes."""
+    path = folder / "pytorch_model.bin"
+    torch.save(load_file(folder / "model.safetensors"), path, **options)
+    (folder / "model.safetensors").unlink()
+    return path
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_weights_that_torch_saved(folder: Path, is_new: bool) -> None:
+    expected = load_causal_lm(folder).model.state_dict()
+    saved_by_torch(folder, _use_new_zipfile_serialization=is_new)
+    assert plan_language_model(f"lm:{folder}", {}).load("cpu", pytest.fail).limits.vocab_size == 96
+    got = load_causal_lm(folder).model.state_dict()
+    assert all(torch.equal(got[name], weight) for name, weight in expected.items())
+
+
+def test_weights_that_torch_saved_in_several_files(sharded: Path) -> None:
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())
+    for path in sharded.glob("model-*.safetensors"):
+        torch.save(load_file(path), sharded / f"{path.stem}.bin")
+        path.unlink()
+    index["weight_map"] = {name: file.replace(".safetensors", ".bin") for name, file in index["weight_map"].items()}
+    (sharded / "model.safetensors.index.json").unlink()
+    (sharded / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert plan_language_model(f"lm:{sharded}", {}).load("cpu", pytest.fail).limits.vocab_size == 96
+    first = min(sharded.glob("model-*.bin"))
+    tensors = torch.load(first, weights_only=True)
+    name = min(tensors)
+    torch.save({key: tensor for key, tensor in tensors.items() if key != name}, first)
+    assert f"{first}: expected the tensors that pytorch_model.bin.index.json names, but it lacks {name}" in failure(
+        sharded
+    )
+
+
+def test_weights_that_torch_saved_of_another_model(folder: Path) -> None:
+    saved_by_torch(folder)
+    change(folder, num_hidden_layers=3)
+    assert "the weights lack model.layers.2.input_layernorm.weight" in failure(folder)
+
+
+def test_an_adapter_is_not_ignored(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    message = failure(folder)
+    assert f"{folder}/adapter_config.json: expected a model, got an adapter, which would not be applied; merge it" in (
+        message
+    )
+    assert "merge_and_unload" in message
+    assert "in `options.adapters`" in message
+    (folder / "config.json").unlink()
+    assert failure(folder) == message
+
+
+def test_gguf_is_not_read(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-q4.gguf")
+    assert f"in {folder}; it has model-q4.gguf; GGUF is not read, nor by vLLM" in failure(folder)
+    (folder / "config.json").unlink()
+    assert f"{folder}: expected weights as safetensors, got model-q4.gguf; GGUF is not read" in failure(folder)
+    assert "expected a folder, got the file" in failure(folder / "model-q4.gguf")
+    assert "GGUF is not read" in failure(folder / "model-q4.gguf")
 
 
 def test_weights_cut_off(folder: Path) -> None:
@@ -224,11 +286,27 @@ class TestWeightsThatAreNotTheModels:
         spoil(folder, lambda weights: weights.update({UP: weights[UP].to(torch.int8)}))
         assert f"expected floating-point numbers in {UP}, got I8, as of quantized weights" in failure(folder)
 
-    def test_quantized_weights_that_transformers_cannot_load(self, folder: Path) -> None:
-        change(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    @pytest.mark.parametrize(
+        ("section", "method", "by_vllm"),
+        [
+            ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes", False),
+            ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes", False),
+            ({"quant_method": "gptq", "bits": 4}, "gptq", True),
+            ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "awq", True),
+            ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "compressed-tensors", True),
+            ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt", True),
+            ({"quant_method": "exl3"}, "exl3", False),
+            ({"bits": 4}, "unknown method", False),
+        ],
+    )
+    def test_quantized_weights_that_transformers_cannot_load(
+        self, folder: Path, section: dict[str, Any], method: str, by_vllm: bool
+    ) -> None:
+        change(folder, quantization_config=section)
         message = failure(folder)
-        assert f"{folder}/config.json: its weights are quantized, and transformers can't load them here: " in message
-        assert "have vLLM compute it" in message
+        reason = f"its weights are quantized ({method}), and transformers can't load them here: "
+        assert f"{folder}/config.json: {reason}" in message
+        assert ("have vLLM compute it" if by_vllm else "vLLM 0.32 can't compute it either") in message
 
     def test_a_name_twice_in_a_header(self, folder: Path) -> None:
         path = folder / "model.safetensors"

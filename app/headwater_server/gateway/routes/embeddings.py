@@ -169,7 +169,7 @@ def _row_parameters(body: EmbeddingsRequest, signature: Signature, spec: Embeddi
     by_name = {item.name: item for item in signature.parameters}
     cut = body.truncate_prompt_tokens
     if cut is None and _TRUNCATE in by_name and by_name[_TRUNCATE].per == "row":
-        cut = 0  # then an input that is too long is refused
+        cut = -1 if spec.truncate else 0  # 0: an input that is too long is refused
     # The prompt that an `input_type` stands for is the prompt with the same name, or with a synonym.
     prompts = by_name[spec.prompt].choices or () if spec.prompt in by_name else ()
     names = () if body.input_type is None else (body.input_type, *_SYNONYMS.get(body.input_type, ()))
