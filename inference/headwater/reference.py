@@ -7,6 +7,7 @@ prefixes of folders for other engines. The path of a folder may be a model's nam
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 from collections.abc import Sequence
@@ -40,6 +41,8 @@ PATH_KINDS: Final = {
 
 GGUF_FIX: Final = "GGUF is not read, nor by vLLM 0.32: name the folder of the same model in safetensors"
 
+_LFS: Final = b"version https://git-lfs.github.com/spec/"
+"""How a pointer of Git LFS begins."""
 _PACKAGE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z")
 
 
@@ -114,7 +117,7 @@ def find_path(title: str, path: str, search: Sequence[str], kind: Literal["file"
     message of an error.
 
     Raises:
-        LoadError: there is no such file or folder.
+        LoadError: there is no such file or folder, or the file is a pointer of Git LFS.
     """
     model = named_at_hub(path, search) if kind == "folder" else None
     if model is not None and (snapshot := model.snapshot) is not None:
@@ -142,6 +145,9 @@ def _existing(title: str, places: Sequence[Path], kind: Literal["file", "folder"
     is_wanted, other_kind = (Path.is_dir, "file") if kind == "folder" else (Path.is_file, "folder")
     for place in places:
         if is_wanted(place):
+            if kind == "file" and _is_lfs_pointer(place):
+                reason = f"{place} is a pointer of Git LFS in place of the file"
+                raise LoadError(Problem(title, reason, f"run `git lfs pull` in {place.absolute().parent}"))
             return place.absolute()
     tried = " or ".join(str(place) for place in places)
     mismatch = next((place for place in places if place.exists()), None)
@@ -149,6 +155,13 @@ def _existing(title: str, places: Sequence[Path], kind: Literal["file", "folder"
         f"there is no {kind} {tried}" if mismatch is None else f"expected a {kind}, got the {other_kind} {mismatch}"
     )
     raise LoadError(Problem(title, reason, GGUF_FIX if mismatch is not None and mismatch.suffix == ".gguf" else fix))
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    """Whether a file is what Git LFS leaves in place of a file that was not downloaded."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(len(_LFS)) == _LFS
+    return False
 
 
 def _folders_of(title: str, package: str) -> list[Path]:

@@ -8,7 +8,7 @@ import pytest
 
 import headwater.zoo
 from headwater.errors import LoadError
-from headwater.reference import LmReference, find_folder, is_language_model, parse_reference
+from headwater.reference import LmReference, find_folder, find_path, is_language_model, parse_reference
 
 ZOO = Path(headwater.zoo.__file__).parent
 
@@ -98,3 +98,11 @@ def test_a_package_above_it_that_fails(tmp_path: Path, monkeypatch: pytest.Monke
     message = failure("lm:failing_above.below:x")
     assert "importing the parent package of failing_above.below raised ZeroDivisionError" in message
     assert "__init__.py:1" in message
+
+
+def test_a_pointer_of_git_lfs_is_no_file(here: Path) -> None:
+    (here / "net.onnx").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(
+        LoadError, match=r"net\.onnx is a pointer of Git LFS in place of the file; run `git lfs pull` in"
+    ):
+        find_path("model", "net.onnx", (), "file")

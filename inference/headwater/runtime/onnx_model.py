@@ -53,6 +53,8 @@ _PREFIX: Final = re.compile(
 """The prefix of ONNX Runtime's messages: code, file, and sometimes the line and function in its source code."""
 
 
+_CUSTOM: Final = re.compile(r"([\w.-]+:\w+)\(-?\d+\) is not a registered function/op")
+"""ONNX Runtime's message about an operator of another domain than ONNX's."""
 _EXPORT: Final = ", or export it with that dimension dynamic: torch.onnx.export's dynamic_shapes or dynamic_axes"
 
 
@@ -300,6 +302,11 @@ def _unreadable(message: str, version: str) -> tuple[str, str]:
         return (
             f"its external data can't be read: {text[-300:]}",
             "put the data file beside the ONNX file, under the name that it had when it was exported",
+        )
+    if (operator := _CUSTOM.search(text)) is not None:
+        return (
+            f"it has the custom operator {operator[1]}, which ONNX Runtime {version} lacks: {text[:300]}",
+            "export it with operators of ONNX only, or write a class that registers the operator's library and runs it",
         )
     return (
         f"ONNX Runtime {version} can't run it: {text[:300]}",

@@ -45,6 +45,7 @@ def write(tmp_path: Path) -> Write:
         outputs: Sequence[Port],
         *,
         initializers: Mapping[str, Array] | None = None,
+        opsets: Sequence[onnx.OperatorSetIdProto] = (),
         **model: Any,
     ) -> Path:
         graph = helper.make_graph(
@@ -54,7 +55,7 @@ def write(tmp_path: Path) -> Write:
             [helper.make_tensor_value_info(*port) for port in outputs],
             [numpy_helper.from_array(array, name) for name, array in (initializers or {}).items()],
         )
-        opset = [helper.make_opsetid("", 17)]
+        opset = [helper.make_opsetid("", 17), *opsets]
         path = tmp_path / "model.onnx"
         onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=8, **model), path)
         return path
@@ -627,3 +628,11 @@ def test_memory_that_does_not_suffice_is_told_from_other_failures(write: Write) 
     assert (made.good, made.arrays["y"].tolist(), broken) == ([0], [[3]], [])
     assert made.failures[1].status is Status.OUT_OF_MEMORY
     assert "Failed to allocate memory for requested buffer" in made.failures[1].message
+
+
+def test_a_custom_operator_is_named(write: Write) -> None:
+    path = write(
+        [helper.make_node("Acme", ["x"], ["y"], domain="com.acme")], [("x", FLOAT, ["n"])], [("y", FLOAT, ["n"])],
+        opsets=[helper.make_opsetid("com.acme", 1)],
+    )  # fmt: skip
+    assert "it has the custom operator com.acme:Acme, which ONNX Runtime" in refusal(path)
