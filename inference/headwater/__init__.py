@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headwater.errors import BadInput
-    from headwater.model import Classification, Embedding, Model, Parameter, Reranking, Tensor, Transcription
+    from headwater.model import (
+        Classification,
+        Embedding,
+        Model,
+        Parameter,
+        Request,
+        Reranking,
+        Tensor,
+        Transcription,
+    )
+    from headwater.model_metrics import metrics
 
 __all__ = [
     "BadInput",
@@ -23,18 +33,23 @@ __all__ = [
     "Embedding",
     "Model",
     "Parameter",
+    "Request",
     "Reranking",
     "Tensor",
     "Transcription",
+    "metrics",
 ]
 
 __version__ = "0.1.0"
+
+_ELSEWHERE = {"BadInput": "headwater.errors", "metrics": "headwater.model_metrics"}
+"""Modules of the names that `headwater.model` doesn't define."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module("headwater.errors" if name == "BadInput" else "headwater.model")
+    module = importlib.import_module(_ELSEWHERE.get(name, "headwater.model"))
     value = globals()[name] = getattr(module, name)
     return value
 

@@ -9,12 +9,17 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal
 
+import msgspec
 import numpy as np
 
 from headwater.datatypes import DATATYPES
 from headwater.errors import DeclarationError
+from headwater.model_metrics import Metrics, metrics
 
-__all__ = ["Classification", "Embedding", "Model", "Parameter", "Reranking", "Scalar", "Tensor", "Transcription"]
+__all__ = [
+    "Classification", "Embedding", "Model", "Parameter", "Request", "Reranking", "Scalar", "Tensor",
+    "Transcription",
+]  # fmt: skip
 
 Scalar = str | int | float | bool
 
@@ -195,6 +200,22 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+class Request(msgspec.Struct, frozen=True):
+    """The request that a row belongs to, for a model that `Model.takes_requests`. In a warm-up all fields have their
+    defaults."""
+
+    id: str = ""
+    """The ``X-Request-Id`` of the answer."""
+    key: str = ""
+    """The name of the API key; empty if there are no keys."""
+    priority: int = 5
+    """1 is the most urgent."""
+    deadline_s: float | None = None
+    """Time on the clock of `time.time` after which nobody waits for the answer; None: the answer is a stream."""
+    headers: dict[str, str] = {}
+    """The headers that ``options.headers`` names, by lower-case name; without the headers that the client left out."""
+
+
 @dataclass(frozen=True)
 class Embedding:
     """Maps a model's tensors to ``/v1/embeddings``; the model then serves this route too.
@@ -323,6 +344,13 @@ class Model:
     takes_one_row: ClassVar[bool] = False
     """Whether each call has exactly one row, regardless of ``batching.max_batch_size``; implied by ``batch = None``."""
 
+    takes_requests: ClassVar[bool] = False
+    """Whether `__call__` also takes ``requests``, a list with the `Request` of each row. Rows of different requests may
+    share a call."""
+
+    request_headers: Sequence[str] = ()
+    """``options.headers`` of a model that takes requests."""
+
     bare_rows: ClassVar[bool] = False
     """Whether a request to ``/infer`` may also be a row without the batch axis; the answer then has no batch axis.
     Implied by ``batch = None``."""
@@ -347,6 +375,11 @@ class Model:
     example_sizes: ClassVar[Mapping[str, int]] = {}
     """Sizes that dimensions with these names (`Tensor.dimensions`) have in the warm-up, in inputs without an example;
     other dimensions that vary have the size 1."""
+
+    metrics: ClassVar[Metrics] = metrics
+    """Declares custom metrics, which appear in the server's ``/metrics``, in `load` or ``__init__``:
+    ``self.texts = self.metrics.counter("texts", "Texts read.", labels=["language"])``, and in `__call__`
+    ``self.texts.inc(language="en")``. Calls of the warm-up are not counted."""
 
     def load(self, device: str) -> Awaitable[None] | None:
         """Called once per replica, before the first call. ``device`` is for example ``cpu`` or ``cuda:0``.

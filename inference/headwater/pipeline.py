@@ -463,6 +463,7 @@ def _signature(
             for head in spec.heads
         ),
         streams=bool(streaming),
+        headers=tuple(sorted({name for step in steps for name in step.signature.headers})),
         overlaps=spec.placement == "fused" and any(step.signature.overlaps for step in steps),
     )
 

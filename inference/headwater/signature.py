@@ -18,7 +18,10 @@ from headwater.hub_cache import model_name
 from headwater.mapping import check_mappings
 from headwater.model import Classification, Embedding, Model, Parameter, Reranking, Tensor, Transcription
 
-__all__ = ["COUNT", "REQUEST", "HeadSpec", "LanguageModelSpec", "Signature", "TensorSpec", "VllmSpec", "text_signature"]
+__all__ = [
+    "CONTEXT", "COUNT", "REQUEST", "HeadSpec", "LanguageModelSpec", "Signature", "TensorSpec", "VllmSpec",
+    "text_signature",
+]  # fmt: skip
 
 REQUEST: Final = "headwater_request"
 """Name of a ``str`` parameter per row that no client sends. A model that declares it learns which rows are of one
@@ -28,6 +31,9 @@ of the request's undeclared parameters. The JSON is empty if there are no undecl
 
 COUNT: Final = "{}_count"
 """The name of the ``INT32 [1]`` tensor with the sizes of the rows of a ragged tensor."""
+CONTEXT: Final = "headwater_context"
+"""Name of a ``str`` parameter per row that no client sends: the JSON of the row's `headwater.Request`, for a model that
+takes requests. Empty in a warm-up."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -133,6 +139,8 @@ class Signature(msgspec.Struct, frozen=True):
     reranking: Reranking | None = None
     classification: Classification | None = None
     transcription: Transcription | None = None
+    headers: tuple[str, ...] = ()
+    """Names of the headers that the model gets of each request; see `headwater.Model.takes_requests`."""
     overlaps: bool = False
     """Whether a replica may compute several calls at once, because a ``__call__`` is a coroutine function."""
 
@@ -144,13 +152,18 @@ class Signature(msgspec.Struct, frozen=True):
 
     @property
     def own_parameters(self) -> tuple[Parameter, ...]:
-        """The parameters that clients may send by name: all but `REQUEST`."""
-        return tuple(parameter for parameter in self.parameters if parameter.name != REQUEST)
+        """The parameters that clients may send by name: all but `REQUEST` and `CONTEXT`."""
+        return tuple(parameter for parameter in self.parameters if parameter.name not in (REQUEST, CONTEXT))
 
     @property
     def takes_any_parameter(self) -> bool:
         """Whether requests may have parameters that aren't declared; see `REQUEST`."""
-        return len(self.own_parameters) < len(self.parameters)
+        return any(parameter.name == REQUEST for parameter in self.parameters)
+
+    @property
+    def takes_requests(self) -> bool:
+        """See `headwater.Model.takes_requests`."""
+        return any(parameter.name == CONTEXT for parameter in self.parameters)
 
     @property
     def limits(self) -> EngineLimits | VllmSpec | None:
@@ -162,10 +175,11 @@ class Signature(msgspec.Struct, frozen=True):
         """Check that answers may be cached for equal requests.
 
         Raises:
-            DeclarationError: the model declares that calls have effects, or it streams.
+            DeclarationError: the model declares that calls have effects, or it streams or takes requests.
         """
-        if self.streams or not self.idempotent:
-            why = "streams its results" if self.streams else "is not idempotent"
+        if self.streams or not self.idempotent or self.takes_requests:
+            why = "is told of each request (`takes_requests`)" if self.takes_requests else "is not idempotent"
+            why = "streams its results" if self.streams else why
             raise DeclarationError(
                 f"cache: expected a model that answers equal requests equally, got `{self.name}`, which {why}",
                 fix="remove `cache`",
@@ -222,6 +236,13 @@ class Signature(msgspec.Struct, frozen=True):
             if key not in {spec.name for spec in inputs}:
                 raise DeclarationError(f"{kind}.example, {key!r}: expected the name of an input")
         arguments = [*(spec.name for spec in inputs), *(["parameters"] if parameters else [])]
+        if model.takes_requests:
+            if "requests" in arguments:
+                raise DeclarationError(
+                    f"{kind}.inputs, 'requests': with takes_requests the name is reserved; rename it"
+                )
+            arguments.append("requests")
+            parameters = (*parameters, Parameter(CONTEXT, "str", "", per="row"))
         _check_method(kind, "__call__", model.__call__, ", ".join(["self", *arguments]), **dict.fromkeys(arguments))
         _check_method(kind, "load", model.load, "self, device", "cpu")
         _check_method(kind, "unload", model.unload, "self")
@@ -247,6 +268,7 @@ class Signature(msgspec.Struct, frozen=True):
             example=example,
             description=description if type(model).__doc__ else "",
             bare_rows=model.bare_rows or model.batch is None,
+            headers=tuple(model.request_headers),
             streams=inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call),
             overlaps=inspect.iscoroutinefunction(call),
         )

@@ -98,10 +98,13 @@ def running(pythons: dict[str, Path]) -> Iterator[Running]:
             "fused": {"pipeline": steps, "python": last},
             "graph": {"pipeline": {**graph, "placement": "graph"}},
             "pieces": {"model": "light:Pieces", "options": {"count": 3, "interval_s": 0.01}, "python": last},
+            **{f"counting-{python}": {"model": "custom:Counting", "python": path}
+               for python, path in (("first", first), ("last", last))},
+            "told": {"model": "custom:Told", "python": last, "options": {"headers": ["x-user"]}},
             "versions": {"model": "interpreter:Interpreter", "versions": versions, "traffic": {"1": 1, "2": 0}},
         },
         "server": {"allow_load": "any"},
-    }
+    }  # fmt: skip
     with leaves_nothing(config) as running:
         yield running
 
@@ -163,6 +166,20 @@ def test_a_stream_under_another_python(running: Running) -> None:
     with httpx.stream("POST", url, json={"x": [1.0, 2.0, 3.0, 4.0]}, timeout=20) as response:
         events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
     assert [event["piece"] for event in events if "piece" in event] == [[1.0, 2.0, 3.0, 4.0]] * 3
+
+
+@pytest.mark.parametrize("python", ["first", "last"])
+def test_custom_metrics_under_another_python(running: Running, python: str) -> None:
+    assert running.infer(f"counting-{python}", [1.0, 2.0, -1.0], shape=[3, 1]).status_code == 200
+    text = running.get("/metrics").text
+    assert f'headwater_model_rows_total{{deployment="counting-{python}",sign="plus"}} 2.0' in text
+    assert re.search(f'headwater_model_last{{deployment="counting-{python}",replica="[^"]+"}} -1.0', text)
+
+
+def test_a_model_takes_requests_under_another_python(running: Running) -> None:
+    answer = running.infer("told", ["a"], shape=[1, 1], datatype="BYTES", name="text")
+    record = json.loads(answer.json()["outputs"][0]["data"][0])
+    assert record["id"] == answer.headers["x-request-id"]
 
 
 def executable(running: Running, path: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from headwater import Classification, Embedding, Model, Parameter, Reranking, Tensor, Transcription
 from headwater.errors import DeclarationError
-from headwater.signature import Signature
+from headwater.signature import CONTEXT, Signature
 
 
 class Plain(Model):
@@ -128,6 +128,10 @@ def test_a_number_that_is_none_fits_no_bounds(value: Any) -> None:
         ({"reranking": Reranking("t", "x", "y")}, r"reranking, document: expected a BYTES \[1\] input, got 'x'"),
         ({"reranking": Reranking("t", "t", "z")}, r"reranking, score: expected an FP32 \[1\] output, got 'z'"),
         ({"classification": Classification("t", "y")}, "scores: expected an FP32 output of one dimension with labels"),
+        (
+            {"inputs": (Tensor("requests", "FP32", [1]),), "takes_requests": True},
+            "inputs, 'requests': with takes_requests the name is reserved",
+        ),
         ({"transcription": Transcription("t", "y")}, r"transcription, text: expected a BYTES \[1\] output, got 'y'"),
     ],
 )
@@ -209,3 +213,22 @@ def test_ragged_tensors_vary_in_their_first_dimension_and_only_they_have_padding
         Tensor("x", "FP32", [1, -1], ragged=True)
     with pytest.raises(DeclarationError, match="padding: expected no padding: the tensor is not ragged, got 1"):
         Tensor("x", "FP32", [-1], padding=1)
+
+
+def test_a_model_that_takes_requests_declares_it_to_the_gateway_and_is_not_cached() -> None:
+    class Told(Plain):
+        takes_requests = True
+
+        def __call__(self, requests: Any, **inputs: Any) -> None:
+            """Nothing."""
+
+    model = Told()
+    model.request_headers = ("x-user",)
+    signature = signature_of(model)
+    assert signature.takes_requests
+    assert not signature.takes_any_parameter
+    assert signature.headers == ("x-user",)
+    assert CONTEXT not in [parameter.name for parameter in signature.own_parameters]
+    with pytest.raises(DeclarationError, match=r"which is told of each request \(`takes_requests`\)"):
+        signature.check_cacheable()
+    assert not signature_of(Plain()).takes_requests

@@ -21,6 +21,7 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
+from headwater.metrics_file import used_bytes
 from headwater_server.cluster.agent_messages import (
     BEAT_S,
     LISTENER,
@@ -54,6 +55,8 @@ logger = logging.getLogger("headwater")
 
 UNREAD_BYTES: Final = 16 * 1024 * 1024
 """Limit of the bytes that wait for a listener to read them; a listener beyond it is cut off."""
+COUNTS: Final = "counts"
+"""The file with the model's custom metrics, in the agent's folder."""
 LINGER_S: Final = 10.0
 """Seconds that the port stays open after the replica has ended, so that the supervisor can read the reason."""
 
@@ -117,6 +120,8 @@ class Agent:
         """Epoch of each listener; 0: a gateway."""
         self._sent = b""
         """The last state that was sent, as a line."""
+        self._sent_counts = b""
+        """The counts of the last beat with counts, since the last listener came."""
 
     async def run(self) -> None:
         """Run the replica to its end; end it when the standard input ends.
@@ -135,7 +140,9 @@ class Agent:
         tasks: list[asyncio.Task[None]] = []
         try:
             folder = self._children.folder / "r"
-            replica = ReplicaProcess(spec.name, spec.id, spec.deployment, folder, spec.user_paths, self._note)
+            replica = ReplicaProcess(
+                spec.name, spec.id, spec.deployment, folder, spec.user_paths, self._note, self._children.folder / COUNTS
+            )
             replica.token = spec.token
             self._children.adopt_orphans()
             guardian = replica.start()
@@ -164,6 +171,7 @@ class Agent:
                 replica.kill()
                 guardian.send_signal(signal.SIGCONT)  # the guardian may be stopped
                 await replica.exited
+            self._send(encode(Beat(counts=self._counts())))
             # Remove the folder before announcing the end: a supervisor that hears of the end has Ray kill the actor,
             # and Ray kills the actor's child processes, too.
             shutil.rmtree(self._children.folder, ignore_errors=True)
@@ -200,13 +208,25 @@ class Agent:
             except OSError as error:
                 logger.error("the replica's memory can't be measured: %s", error)
                 continue
-            self._send(encode(Beat(use.threads, use.resident_bytes, use.gpu_bytes, use.gpu_utilization)))
+            counts = self._counts()
+            self._send(encode(Beat(use.threads, use.resident_bytes, use.gpu_bytes, use.gpu_utilization, counts)))
+
+    def _counts(self) -> bytes:
+        """See `Beat.counts`."""
+        try:
+            counts = used_bytes(self._children.folder / COUNTS)
+        except OSError:  # the model has declared no metric
+            return b""
+        before, self._sent_counts = self._sent_counts, counts
+        return counts if counts != before else b""
 
     def _tell(self) -> None:
         """Send the replica's state to all listeners, if it has changed."""
         line = encode(self._state())
         if line != self._sent:
             self._sent = line
+            if self._replica is not None and self._replica.exited.done():
+                self._send(encode(Beat(counts=self._counts())))
             self._send(line)
 
     def _send(self, line: bytes) -> None:
@@ -265,6 +285,7 @@ class Agent:
                     if epoch:
                         listener.write(encode(self._state(is_stale=True)))
             self._listeners[writer] = hello.epoch
+            self._sent_counts = b""
             writer.write(encode(self._state()))
             while line := await reader.readline():
                 message = LISTENER.decode(line)

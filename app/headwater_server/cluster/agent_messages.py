@@ -115,6 +115,9 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     resident_bytes: int = 0
     gpu_bytes: int | None = None
     gpu_utilization: float = 0
+    counts: bytes = b""
+    """The used part of the file with the model's custom metrics (`headwater.metrics_file`), if it has changed; sent a
+    last time before the state that says that the replica has exited."""
 
 
 AGENT: Final = msgspec.json.Decoder(AgentState | Beat | Said)

@@ -16,7 +16,7 @@ import msgspec
 from headwater.errors import Problem
 from headwater.signature import Signature
 from headwater_server.cluster.agent_link import AgentLink
-from headwater_server.cluster.agent_messages import Beat
+from headwater_server.cluster.agent_messages import AgentState, Beat
 from headwater_server.cluster.cluster_supervisor import Announcement, SupervisorSpec, what_is_served
 from headwater_server.cluster.dial import connected, within
 from headwater_server.cluster.discovery import Trouble, announcements
@@ -36,6 +36,7 @@ from headwater_server.security.peer_tls import PeerTls
 from headwater_server.supervisor.child_processes import ChildProcesses
 from headwater_server.supervisor.front import Front
 from headwater_server.supervisor.memory_budget import ReplicaMemory
+from headwater_server.telemetry.model_counts import ModelCounts
 from headwater_server.telemetry.observer import ReplicaView
 
 __all__ = ["serve_gateway"]
@@ -46,25 +47,52 @@ REPORT_EVERY_S: Final = 1.0
 SILENCE_S: Final = 4.0
 """Seconds without a message after which the connection to the supervisor is cut and opened again."""
 RETRY_S: Final = 0.5
+LAST_COUNTS_S: Final = 30.0
+"""Seconds that a replica that left the routing table may take to exit; later counts are lost."""
 AWAY: Final = "its replicas can't be reached"
 
 
 class _Watch:
-    """A replica's reachability and resource use, as this gateway sees them."""
+    """A replica's reachability and resource use, as this gateway sees them; also keeps its custom metrics."""
 
-    def __init__(self, route: ReplicaRoute, tls: PeerTls | None, on_reach: Callable[[], None]) -> None:
+    def __init__(
+        self, route: ReplicaRoute, tls: PeerTls | None, on_reach: Callable[[], None], counts: ModelCounts
+    ) -> None:
         self.route = route
+        self._is_leaving = False
+        self._has_exited = asyncio.Event()
+        self._counts = counts
         self.is_reachable = True
         self.use: GroupUse | None = None
         self._on_reach = on_reach
-        self.link = AgentLink(route.http_address, route.token, 0, tls, on_beat=self._take, on_reach=self._note)
+        self.link = AgentLink(
+            route.http_address, route.token, 0, tls, on_state=self._see, on_beat=self._take, on_reach=self._note
+        )
         self.task = asyncio.create_task(self.link.run())
 
     def _take(self, beat: Beat) -> None:
         self.use = GroupUse(beat.threads, beat.resident_bytes, beat.gpu_bytes, beat.gpu_utilization)
+        if beat.counts:
+            self._counts.take(self.route.id, beat.counts)
+
+    def _see(self, state: AgentState) -> None:
+        if state.has_exited:
+            self._has_exited.set()
+
+    async def leave(self) -> None:
+        """Follow a replica that left the routing table until it has exited, for its last counts."""
+        self._is_leaving = True
+        try:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await within(LAST_COUNTS_S, self._has_exited.wait())
+            self._counts.end(self.route.id)
+        finally:
+            self.task.cancel()
 
     def _note(self, is_reachable: bool) -> None:
         self.is_reachable = is_reachable
+        if self._is_leaving:
+            return
         logger.warning("%s: %s", self.route.id, "in reach again" if is_reachable else "out of reach: set aside")
         self._on_reach()
 
@@ -116,6 +144,8 @@ class Uplink:
         self._table = RoutingTable()
         self._is_known = asyncio.Event()
         self._watches: dict[str, _Watch] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        """Follow replicas that have left the table to their end."""
         self._heard_s = 0.0
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -146,7 +176,7 @@ class Uplink:
     async def end(self, is_hurried: Callable[[], bool]) -> None:
         """Say goodbye to the supervisor, and disconnect from it and the replicas, which go on."""
         self.link.leave()
-        for task in (*self._tasks, *(watch.task for watch in self._watches.values())):
+        for task in (*self._tasks, *self._leaving, *(watch.task for watch in self._watches.values())):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await task
@@ -245,10 +275,12 @@ class Uplink:
             if replica.node
         }
         for id in [id for id in self._watches if id not in routes]:
-            self._watches.pop(id).task.cancel()
+            task = asyncio.create_task(self._watches.pop(id).leave())
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
         for id, route in routes.items():
             if id not in self._watches:
-                self._watches[id] = _Watch(route, self._tls, self._on_change)
+                self._watches[id] = _Watch(route, self._tls, self._on_change, self.children.model_counts)
         if table.draining:
             logger.info("the cluster is being stopped, and this gateway with it")
             self.children.stop()

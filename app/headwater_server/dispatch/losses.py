@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from headwater.signature import CONTEXT
 from headwater_server.codecs.tensors import InferRequest
 from headwater_server.control.messages import ReplicaLoss
 from headwater_server.dispatch.pending import Part
@@ -31,8 +32,10 @@ RETRY_AFTER_TWICE_S: Final = 60
 
 
 def fingerprint(request: InferRequest) -> bytes:
-    """Hash of a request's inputs, parameters and heads, which determine the model's answer."""
-    parameters = (sorted(request.batch_parameters.items()), sorted(request.row_parameters.items()))
+    """Hash of a request's inputs, parameters and heads, which determine the model's answer. Equal requests of several
+    clients have equal hashes."""
+    row_parameters = {**request.row_parameters, CONTEXT: ""}
+    parameters = (sorted(request.batch_parameters.items()), sorted(row_parameters.items()))
     digest = hashlib.blake2b(msgspec.json.encode((parameters, request.heads)), digest_size=FINGERPRINT_BYTES)
     for name, tensor in sorted(request.inputs.items()):
         # The length of each tensor keeps different tensors apart that have the same concatenated bytes.

@@ -25,6 +25,7 @@ from headwater_server.process.sweep import process_stats
 from headwater_server.supervisor.handle import ReplicaHandle
 from headwater_server.supervisor.memory_budget import ReplicaMemory
 from headwater_server.supervisor.replica_process import Child, Fork, ReplicaProcess
+from headwater_server.telemetry.model_counts import ModelCounts
 
 __all__ = ["Backoff", "ChildProcesses", "kill", "until"]
 
@@ -79,6 +80,8 @@ class ChildProcesses:
         `headwater_server.control.routing.DeploymentRoute.generation`."""
         self.folder = Path()
         """The instance's folder; it is made before any process is launched."""
+        self.model_counts = ModelCounts(None)
+        """The files of the models' custom metrics; it is set before any process is launched."""
         self.replicas: dict[str, ReplicaHandle] = {}
         """All replicas that have not ended, by id."""
         self.imported: dict[str, set[str]] = {}
@@ -153,12 +156,14 @@ class ChildProcesses:
         self._launched += 1
         # The folder's name is short, since it is part of socket paths, which have a limited length.
         folder = self.folder / f"r{self._launched}"
-        replica = ReplicaProcess(name, f"{name}-{self._launched}", config, folder, self._user_paths, on_progress)
+        id, counts = f"{name}-{self._launched}", self.model_counts
+        replica = ReplicaProcess(name, id, config, folder, self._user_paths, on_progress, counts.path(id))
         exited = self.follow(replica.start(fork), f"the guardian of {replica.id}", replica)
         replica.exited = self.spawn(replica.follow(exited, self.end_orphans))
         self.replicas[replica.id] = replica
         replica.ready.add_done_callback(lambda _: self.imported.setdefault(name, set()).update(replica.imported))
-        replica.exited.add_done_callback(lambda _: self.replicas.pop(replica.id))
+        replica.exited.add_done_callback(lambda _: self.replicas.pop(id))
+        replica.exited.add_done_callback(lambda _: counts.end(id))
         return replica
 
     def replacing(self, name: str) -> contextlib.AbstractContextManager[None]:

@@ -337,6 +337,7 @@ class Front:
             self.observer = Observer(
                 self._children.folder / "metrics" if "metrics" in self._config.server.pages else None
             )
+            self._children.model_counts = self.observer.model_counts
         except OSError as error:
             raise StartError(f"server.runtime_dir: can't make a folder there: {error}") from error
         return folder

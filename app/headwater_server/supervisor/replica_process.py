@@ -143,6 +143,7 @@ class ReplicaProcess:
         directory: the replica's folder; `start` makes it.
         user_paths: folders of the user's modules, for the replica's ``sys.path``.
         on_progress: called with each stage of the start.
+        counts: the file for the model's custom metrics, which the replica creates; None: metrics are off.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class ReplicaProcess:
         directory: Path,
         user_paths: tuple[str, ...],
         on_progress: Callable[[str], None],
+        counts: Path | None = None,
     ) -> None:
         self.id = id
         self.device = deployment.placements[0]
@@ -177,6 +179,7 @@ class ReplicaProcess:
         self._session_nice = program_of(deployment.kind).nice
         self._user_paths = user_paths
         self._on_progress = on_progress
+        self._counts = counts
         self._log = ReplicaLog(lambda record: replica_logger.info("%s", record, extra={"replica": id}))
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
         """The last lines of its log."""
@@ -402,6 +405,7 @@ class ReplicaProcess:
             load_timeout_s=deployment.load_timeout_s,
             max_compute_s=deployment.max_compute_s,
             is_cached=deployment.cache is not None,
+            counts=str(self._counts or ""),
             environment=changes,
         )
         path = self.directory / "spec.json"

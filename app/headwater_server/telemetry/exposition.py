@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +25,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from headwater_server.process.proc import process_use
 from headwater_server.telemetry.catalogue import CATALOGUE, Series
 from headwater_server.telemetry.ledger import Totals
+from headwater_server.telemetry.model_counts import ModelTotals
 
 __all__ = ["ReplicaTarget", "ReplicaText", "ask_replicas", "exposition"]
 
+logger = logging.getLogger("headwater.metrics")
+
+_MODEL_PREFIX: Final = "headwater_model_"
+"""Begins the names of models' custom metrics."""
+_unlike: set[str] = set()
+"""Names of models' custom metrics whose conflicting declarations have been logged."""
 _PREFIXES: Final = ("nv_", "vllm:")
 """Prefixes of the exposed series of Triton and vLLM. Series about vLLM's process and HTTP server are left out."""
 _ASK_TIMEOUT_S: Final = 1.0
@@ -53,16 +62,19 @@ class ReplicaText(NamedTuple):
     can't be used."""
 
 
-def exposition(totals: Totals, replicas: Sequence[ReplicaText], accept: str) -> tuple[bytes, str]:
+def exposition(
+    totals: Totals, replicas: Sequence[ReplicaText], accept: str, models: ModelTotals
+) -> tuple[bytes, str]:  # fmt: skip
     """The answer to a scrape, and its media type.
 
     Args:
         totals: the counts of the server's processes.
         replicas: the metrics of the replicas' Triton or vLLM.
         accept: the request's ``Accept`` header, which may ask for OpenMetrics.
+        models: the models' custom metrics.
     """
     registry = CollectorRegistry()
-    registry.register(_Scrape(totals, replicas))
+    registry.register(_Scrape(totals, replicas, models))
     encode: Any
     encode, media_type = choose_encoder(accept)
     # No name needs escaping, but the library's OpenMetrics encoder would replace the colon in vLLM's names.
@@ -75,6 +87,7 @@ class _Scrape:
 
     totals: Totals
     replicas: Sequence[ReplicaText]
+    models: ModelTotals
 
     def collect(self) -> Iterator[Metric]:
         by_name: dict[str, list[tuple[tuple[str, ...], list[int]]]] = defaultdict(list)
@@ -90,6 +103,7 @@ class _Scrape:
             else:
                 yield _family(series, [(labels, numbers[0] * series.scale) for labels, numbers in records])
         yield from _replica_series(self.replicas)
+        yield from _model_series(self.models)
 
 
 def _family(series: Series, values: Iterable[tuple[Sequence[str], float]]) -> Metric:
@@ -145,6 +159,35 @@ def _replica_series(replicas: Iterable[ReplicaText]) -> Iterator[Metric]:
                     labels = {**sample.labels, "deployment": deployment, "replica": replica}
                     metric.add_sample(family.name if is_plain else sample.name, labels, sample.value)
     yield from metrics.values()
+
+
+def _model_series(models: ModelTotals) -> Iterator[Metric]:
+    """The models' custom metrics. Deployments may declare a name differently: series that a scrape can't hold beside
+    the first are left out, and the name is logged once."""
+    for name, group in itertools.groupby(sorted(models.records), key=lambda series: series.name):
+        metric: Metric | None = None
+        seen = set()
+        for series in group:
+            full, numbers = f"{_MODEL_PREFIX}{name}", models.records[series]
+            metric = metric or Metric(full, models.helps[name], series.kind)
+            labels = {"deployment": series.deployment, **dict(series.labels)}
+            if metric.type != series.kind or (series.deployment, series.labels) in seen:
+                if name not in _unlike:
+                    _unlike.add(name)
+                    text = "metrics: %r of %s contradicts an earlier declaration, and is left out; rename it"
+                    logger.error(text, name, series.deployment)
+                continue
+            seen.add((series.deployment, series.labels))
+            if series.kind == "histogram":
+                counts = list(itertools.accumulate(numbers[:-1]))
+                for bound, count in zip([*map(str, series.bounds), "+Inf"], counts, strict=True):
+                    metric.add_sample(f"{full}_bucket", {**labels, "le": bound}, count)
+                metric.add_sample(f"{full}_count", labels, counts[-1])
+                metric.add_sample(f"{full}_sum", labels, numbers[-1])
+            else:
+                metric.add_sample(f"{full}_total" if series.kind == "counter" else full, labels, numbers[0])
+        if metric is not None:
+            yield metric
 
 
 async def ask_replicas(targets: Sequence[ReplicaTarget], timeout_s: float = _ASK_TIMEOUT_S) -> list[ReplicaText]:

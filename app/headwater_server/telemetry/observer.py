@@ -13,6 +13,7 @@ from headwater_server.process.proc import GroupUse, group_uses
 from headwater_server.telemetry.catalogue import CATALOGUE
 from headwater_server.telemetry.ledger import Ledger
 from headwater_server.telemetry.logs import count_dropped_lines
+from headwater_server.telemetry.model_counts import ModelCounts
 from headwater_server.telemetry.recorder import recorder, use
 from headwater_server.telemetry.store import SeriesKey
 
@@ -62,6 +63,8 @@ class Observer:
         if self._ledger is not None:
             use(self._ledger.store)
             count_dropped_lines(self._ledger.store)
+        self.model_counts = ModelCounts(folder)
+        """The files of the models' custom metrics."""
         self._workers: dict[int, Path] = {}
         self._states: dict[str, State] = {}
         self._deployments: dict[SeriesKey, int] = {}
@@ -76,6 +79,7 @@ class Observer:
         """
         if self._ledger is not None:
             self._ledger.restore()
+            self.model_counts.restore()
             use(self._ledger.store)
             count_dropped_lines(self._ledger.store)
             self._write()

@@ -26,8 +26,10 @@ import msgspec
 from headwater import tuning
 from headwater.environment import imported_versions
 from headwater.errors import DeclarationError, ModelError
+from headwater.model_metrics import metrics
 from headwater.replica.binder_client import BinderClient, BinderFailed
 from headwater.replica.imported import imported_files
+from headwater.runtime.request_log import RequestFilter
 from headwater.runtime.watchdog import WATCHDOG_FILE, Watchdog
 from headwater.tuning import keep_freed_memory
 from headwater.user_folders import put_on_path
@@ -50,7 +52,11 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     keep_freed_memory()
     faulthandler.enable()
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(RequestFilter())
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s%(request)s", handlers=[handler]
+    )
     directory = Path(sys.argv[2])
     spec = msgspec.json.decode((directory / "spec.json").read_bytes(), type=ReplicaSpec)
     status_fd, binder = int(sys.argv[3]), BinderClient(Link(int(sys.argv[4])), directory)
@@ -111,6 +117,7 @@ def _serve(
     from headwater.replica.served import load_served
     from headwater.runtime.capacity import Capacity
 
+    metrics.open(Path(spec.counts) if spec.counts else None, spec.name)
     put_on_path(spec.user_paths)
     os.chdir(spec.working_dir)
     watch = Watchdog(directory / WATCHDOG_FILE, spec.max_compute_s or 0).call
@@ -118,9 +125,10 @@ def _serve(
     served = load_served(spec, progress, _end_soon, watch, capacity, binder.bind)
     signature = served.signature
     progress("starting Triton")
-    served.answer_calls(directory)
     skips_slow = spec.warmup_batch_sizes is None and not served.compiled
-    binder_facts = binder.warm_up(signature, served.warmup_sizes, report, skips_slow=skips_slow)
+    with metrics.muted():
+        served.answer_calls(directory)
+        binder_facts = binder.warm_up(signature, served.warmup_sizes, report, skips_slow=skips_slow)
     served.end_warm_up()
     tuning.settle()
     write_probe(directory, signature, spec.token, spec.load_timeout_s)

@@ -16,6 +16,7 @@ from headwater.errors import LoadError, Problem, did_you_mean
 from headwater.model import Model
 from headwater.reference import kind_and_path
 from headwater.runtime.compiled import COMPILE
+from headwater.runtime.request_log import HEADERS, checked_headers
 from headwater.user_folders import user_folders
 
 __all__ = ["asks_compile", "construct", "import_for", "load_model", "wrong_options"]
@@ -86,7 +87,7 @@ def asks_compile(cls: type[Model], options: Mapping[str, Any]) -> bool:
     Raises:
         LoadError: the option is neither true nor false.
     """
-    if COMPILE not in options or _takes_compile(cls):
+    if COMPILE not in options or _takes(cls, COMPILE):
         return False
     setting = options[COMPILE]
     if not isinstance(setting, bool):
@@ -96,24 +97,27 @@ def asks_compile(cls: type[Model], options: Mapping[str, Any]) -> bool:
     return setting
 
 
-def _takes_compile(cls: type[Model]) -> bool:
-    """Whether the constructor has a parameter named `COMPILE`. The option then belongs to the user's model."""
+def _takes(cls: type[Model], option: str) -> bool:
+    """Whether the constructor has a parameter with this name. The option then belongs to the user's model."""
     try:
-        return COMPILE in inspect.signature(cls).parameters
+        return option in inspect.signature(cls).parameters
     except (TypeError, ValueError):  # a constructor not written in Python
         return False
 
 
 def construct(cls: type[Model], options: Mapping[str, Any]) -> Model:
-    """Construct a model with a deployment's options, except `COMPILE` unless the constructor has such a parameter.
+    """Construct a model with a deployment's options, except `COMPILE` and, if it takes requests, `HEADERS`, unless the
+    constructor has such a parameter.
 
     Raises:
         LoadError: an option is unknown or missing, or the constructor raised; the message names it.
     """
     title = f"model {cls.__module__}:{cls.__qualname__}"
     asks_compile(cls, options)
-    if not _takes_compile(cls):
-        options = {name: value for name, value in options.items() if name != COMPILE}
+    server_options = (COMPILE, HEADERS) if cls.takes_requests else (COMPILE,)
+    taken = {name: options[name] for name in server_options if name in options and not _takes(cls, name)}
+    headers = checked_headers(title, taken[HEADERS]) if HEADERS in taken else ()
+    options = {name: value for name, value in options.items() if name not in taken}
     try:
         signature: inspect.Signature | None = inspect.signature(cls)
     except (TypeError, ValueError):  # a constructor not written in Python
@@ -123,9 +127,12 @@ def construct(cls: type[Model], options: Mapping[str, Any]) -> Model:
         if problem is not None:
             raise LoadError(problem)
     try:
-        return cls(**options)
+        model = cls(**options)
     except (Exception, SystemExit) as error:
         raise LoadError(problem_of(error, title, "its constructor")) from error
+    if headers:
+        model.request_headers = headers
+    return model
 
 
 def load_model(reference: str, options: Mapping[str, Any], search: Sequence[str] = ()) -> Model:

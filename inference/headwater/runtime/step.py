@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import inspect
 import math
 import sys
@@ -20,6 +21,7 @@ from headwater.runtime.capacity import Capacity
 from headwater.runtime.compiled import begin_graphs
 from headwater.runtime.device import free_memory
 from headwater.runtime.failure_log import CallFailed, Failures
+from headwater.runtime.request_log import note_call, requests_of
 from headwater.runtime.stream_control import StreamControl
 from headwater.runtime.values import (
     checked,
@@ -34,7 +36,7 @@ from headwater.runtime.values import (
     version_of,
 )
 from headwater.runtime.watchdog import WatchCall
-from headwater.signature import COUNT, TensorSpec
+from headwater.signature import CONTEXT, COUNT, TensorSpec
 from headwater.wire.arrays import Array, argument, fetched, ragged, widened, wire
 from headwater.wire.report import RowReport, Status
 
@@ -215,6 +217,7 @@ class Step:
         self._outputs = {spec.name: spec for spec in planned.signature.outputs if not spec.counts}
         """What the model returns."""
         self._ragged = [spec for spec in self._outputs.values() if spec.ragged]
+        self._parameters = [parameter for parameter in planned.signature.parameters if parameter.name != CONTEXT]
         self._from_steps = frozenset(wire.input for wire in planned.wires if wire.step != INPUT)
         self._guard = _WriteGuard(planned.name, type(model).__name__)
 
@@ -433,7 +436,7 @@ class Step:
         has_batch_axis = self.model.batch is not None
         if not has_batch_axis:  # the call has one row
             arguments = {name: None if value is None else value[0] for name, value in arguments.items()}
-        if self.planned.signature.parameters:
+        if self._parameters:
             per_row = step_input.row_parameters
             arguments["parameters"] = {
                 parameter.name: step_input.parameters[parameter.name]
@@ -441,8 +444,13 @@ class Step:
                 else [per_row[parameter.name][row] for row in rows]
                 if has_batch_axis
                 else per_row[parameter.name][rows[0]]
-                for parameter in self.planned.signature.parameters
+                for parameter in self._parameters
             }
+        requests = []
+        if self.model.takes_requests:
+            texts = step_input.row_parameters[CONTEXT]
+            requests = arguments["requests"] = requests_of([texts[row] for row in rows], self.model.request_headers)
+        note_call(requests)
         return arguments, watched
 
     def _piece(self, result: object, rows: list[int], watched: Sequence[_Watched], size: int) -> _CallResult:
@@ -502,7 +510,8 @@ class Step:
             except (StopIteration, GeneratorExit) as error:  # a future can't carry these into a coroutine
                 raise RuntimeError(f"the callable raised {type(error).__name__}") from error
 
-        return await asyncio.get_running_loop().run_in_executor(self._executor, run)
+        context = contextvars.copy_context()  # for `note_call`
+        return await asyncio.get_running_loop().run_in_executor(self._executor, context.run, run)
 
     def _set_up_thread(self) -> None:
         # Before each call, because gradient mode and CUDA graphs are per thread.

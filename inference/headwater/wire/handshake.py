@@ -58,6 +58,8 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     """Time limit of a call of the user's code, in seconds, once the replica serves; None: no limit."""
     is_cached: bool = False
     """Whether gateway workers cache the replica's answers."""
+    counts: str = ""
+    """The file of the model's custom metrics (`headwater.metrics_file`); empty: metrics are off."""
     environment: dict[str, str | None] = {}
     """Variables in which the host's environment differs from the supervisor's; None: the variable is unset."""
 

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from headwater.metrics_file import decode_counts
 from headwater_server.cluster.agent import AgentSpec, digest
 from headwater_server.cluster.agent_messages import (
     AGENT,
@@ -42,7 +43,16 @@ spec = json.load(open(folder + "/spec.json"))
 fd = int(sys.argv[3])
 def say(**status):
     os.write(fd, json.dumps(status).encode() + b"\\n")
+counter = None
+if spec["options"]["mode"] == "counts":
+    from pathlib import Path
+    from headwater.model_metrics import metrics
+    metrics.open(Path(spec["counts"]), "m")
+    counter = metrics.counter("rows", "Rows.")
+    counter.inc()
 def end(number, frame):
+    if counter is not None:
+        counter.inc()
     say(event="unloaded")
     os._exit(0)
 signal.signal(signal.SIGTERM, end)
@@ -229,6 +239,23 @@ async def test_what_it_says_from_hello_to_ready() -> None:
             assert (await listener.beat()).resident_bytes > 0
         late = await bench.listen(1)
         assert await late.next() == state  # without a change
+
+
+async def test_custom_metrics_are_in_its_beats_and_the_last_before_its_end() -> None:
+    async with agent("counts") as bench:
+        supervisor = await bench.listen(1)
+        counts, is_ready, has_exited = b"", False, False
+        while not has_exited:
+            message = await supervisor.next()
+            assert message is not None
+            if isinstance(message, Beat):
+                counts = message.counts or counts
+            elif isinstance(message, AgentState):
+                is_ready, has_exited = message.is_ready, message.has_exited
+            if is_ready and counts:
+                supervisor.send(Order("stop"))
+        ((_, _, numbers),) = decode_counts(counts).series
+        assert numbers == [2]
 
 
 async def test_the_greatest_epoch_is_obeyed() -> None:

@@ -16,6 +16,8 @@ import msgspec
 import psutil
 import pytest
 
+from headwater.metrics_file import used_bytes
+from headwater.model_metrics import Metrics
 from headwater_server.cluster import agent_link
 from headwater_server.cluster import gateway as gateway_module
 from headwater_server.cluster.agent_messages import Beat
@@ -30,6 +32,7 @@ from headwater_server.control.load import DeploymentLoad, LoadReport
 from headwater_server.control.messages import Command, CommandAnswer, Drain, Drained, QuarantinedRequest
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
 from headwater_server.errors import StartError
+from headwater_server.telemetry.model_counts import ModelCounts, read_model_totals
 from headwater_server.transport.address import host_and_port
 from tests.app.cluster.stand_in import READY, Agent, until
 
@@ -44,6 +47,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_module, "RETRY_S", 0.01)
     monkeypatch.setattr(gateway_module, "REPORT_EVERY_S", 0.02)
     monkeypatch.setattr(gateway_module, "SILENCE_S", 60)
+    monkeypatch.setattr(gateway_module, "LAST_COUNTS_S", 0.02)
 
 
 class Dials:
@@ -297,6 +301,40 @@ async def test_replicas_out_of_reach_keep_what_they_have_and_get_nothing_new_unt
         await until(lambda: [view.id for view in bench.uplink.replica_views()] == ["a-4.2"])
     for agent in agents:
         await agent.end()
+
+
+async def test_custom_metrics_of_replicas_are_kept_also_their_last_after_they_left_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_module, "LAST_COUNTS_S", 60.0)
+    agent = Agent("a-4.1")
+    await agent.open(**READY)
+    metrics = Metrics()
+    metrics.open(tmp_path / "there", "a")
+    rows = metrics.counter("rows", "Rows.")
+
+    def kept() -> list[float]:
+        return [numbers[0] for numbers in read_model_totals(tmp_path / "here").records.values()]
+
+    (tmp_path / "here").mkdir()
+    supervisor = Supervisor(4)
+    async with joining(supervisor) as bench:
+        bench.uplink.children.model_counts = ModelCounts(tmp_path / "here")
+        supervisor.control.publish(table(agent.state.route))
+        await until(lambda: bool(agent.writers))
+        for count in (1, 2):
+            rows.inc()
+            agent.send(Beat(counts=used_bytes(tmp_path / "there")))
+            await until(lambda count=count: kept() == [count])  # type: ignore[misc]
+        supervisor.control.publish(table())
+        await until(lambda: bench.workers[0].ids == [])
+        rows.inc()
+        agent.send(Beat(counts=used_bytes(tmp_path / "there")))
+        agent.say(has_exited=True)
+        await until(lambda: not agent.writers)
+        assert kept() == [3]
+        assert [path.name for path in (tmp_path / "here").iterdir()] == ["ended-replicas"]
+    await agent.end()
 
 
 async def test_a_replica_that_refused_connections_is_taken_back(dials: Dials) -> None:

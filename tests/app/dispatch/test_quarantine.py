@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from headwater.signature import CONTEXT
 from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
 from headwater_server.dispatch.losses import LIMIT, Quarantine, fingerprint
 
@@ -29,6 +30,7 @@ def request(data: bytes = b"\0" * 8, shape: tuple[int, ...] = (2, 1), **fields: 
 def test_a_fingerprint_is_of_inputs_parameters_and_heads_only() -> None:
     digest = fingerprint(request())
     assert digest == fingerprint(request(priority=1, timeout_us=5))
+    assert digest == fingerprint(request(row_parameters={CONTEXT: '{"id":"a"}'}))  # whoever asks
     assert digest == fingerprint(request(inputs={"x": RawTensor("FP32", (2, 1), memoryview(b"\0" * 8))}))
     others = [
         request(b"\1" + b"\0" * 7),

@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headwater_server.telemetry.catalogue import CATALOGUE, Phase
 from headwater_server.telemetry.exposition import ReplicaTarget, ReplicaText, ask_replicas, exposition
 from headwater_server.telemetry.ledger import Totals, merged
+from headwater_server.telemetry.model_counts import ModelSeries, ModelTotals
 from headwater_server.telemetry.recorder import Recorder
 from headwater_server.telemetry.store import Store
 
@@ -82,8 +83,14 @@ def everything() -> Totals:
     return Totals(merged([recorder.store.snapshot().records]), {"supervisor": os.getpid()})
 
 
-def parsed(totals: Totals, replicas: list[ReplicaText] | None = None, *, accept: str = "") -> dict[str, Metric]:
-    body, media_type = exposition(totals, replicas or [], accept)
+def parsed(
+    totals: Totals,
+    replicas: list[ReplicaText] | None = None,
+    *,
+    accept: str = "",
+    models: ModelTotals | None = None,
+) -> dict[str, Metric]:
+    body, media_type = exposition(totals, replicas or [], accept, models or ModelTotals())
     text = body.decode()
     if accept:
         assert media_type.startswith("application/openmetrics-text; version=1.0.0")
@@ -301,6 +308,54 @@ async def test_who_does_not_answer_is_left_out_and_holds_nobody_up() -> None:
         answers = await ask_replicas(targets, timeout_s=0.5)
     assert [answer[:2] for answer in answers] == [target[:2] for target in targets]
     assert {answer.deployment: answer.text for answer in answers if answer.text is not None} == {"well": TRITON}
+
+
+def custom(name: str, kind: str, *labels: tuple[str, str], deployment: str = "m", bounds: Any = ()) -> ModelSeries:
+    return ModelSeries(name, kind, deployment, labels, bounds)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("accept", ["", OPEN_METRICS])
+def test_custom_metrics_have_a_prefix_and_the_deployment(accept: str) -> None:
+    models = ModelTotals(
+        records={
+            custom("rows", "counter", ("sign", 'a "b"\n\\c')): [3],
+            custom("rows", "counter", deployment="n"): [4],
+            custom("size", "gauge", ("replica", "m-1")): [-0.5],
+            custom("values", "histogram", bounds=(1.0, 2.5)): [1, 2, 3, 7.25],
+        },
+        helps={"rows": "All\nrows.", "size": "Size.", "values": "Values."},
+    )
+    families = parsed(everything(), accept=accept, models=models)
+    name = "headwater_model_rows_total"
+    assert value(families, "headwater_model_rows", name, deployment="m", sign='a "b"\n\\c') == 3
+    assert value(families, "headwater_model_rows", name, deployment="n") == 4
+    assert families["headwater_model_rows"].documentation == "All\nrows."
+    assert value(families, "headwater_model_size", deployment="m", replica="m-1") == -0.5
+    buckets = {
+        sample.labels.get("le", sample.name): sample.value for sample in families["headwater_model_values"].samples
+    }
+    assert buckets == {
+        "1.0": 1, "2.5": 3, "+Inf": 6, "headwater_model_values_count": 6, "headwater_model_values_sum": 7.25,
+    }  # fmt: skip
+
+
+def test_contradicting_custom_metrics_are_left_out_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    models = ModelTotals(
+        records={
+            custom("unlike", "counter"): [3],
+            custom("unlike", "gauge", ("replica", "n-1"), deployment="n"): [4],
+            custom("unlike_buckets", "histogram", bounds=(1.0,)): [1, 2, 3],
+            custom("unlike_buckets", "histogram", bounds=(2.0,)): [1, 2, 3],
+        },
+        helps={"unlike": "A.", "unlike_buckets": "B."},
+    )
+    for _ in range(2):
+        families = parsed(everything(), accept=OPEN_METRICS, models=models)
+    assert [sample.value for sample in families["headwater_model_unlike"].samples] == [3]
+    assert {sample.labels.get("le") for sample in families["headwater_model_unlike_buckets"].samples} == {
+        "1.0", "+Inf", None,
+    }  # fmt: skip
+    assert sorted(re.findall(r"metrics: '(\w+)' of (\w)", caplog.text)) == [("unlike", "n"), ("unlike_buckets", "m")]
 
 
 def test_nobody_to_ask_is_no_wait() -> None:

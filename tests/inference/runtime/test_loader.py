@@ -317,3 +317,38 @@ def test_the_option_compile_is_ours_unless_the_constructor_takes_it() -> None:
     assert construct(Own, {"compile": "fast"}).compile == "fast"  # type: ignore[attr-defined]
     with pytest.raises(LoadError, match=r"options\.compile: expected true or false, got 'fast'"):
         construct(Plain, {"compile": "fast"})
+
+
+class Told(Model):
+    """Takes requests."""
+
+    takes_requests = True
+
+
+def test_the_option_headers_is_ours_if_the_model_takes_requests_unless_the_constructor_takes_it() -> None:
+    class Own(Told):
+        def __init__(self, headers: str) -> None:
+            self.headers = headers
+
+    assert construct(Told, {"headers": ["x-user", "x-team"]}).request_headers == ("x-user", "x-team")
+    assert construct(Told, {}).request_headers == ()
+    assert construct(Own, {"headers": "mine"}).headers == "mine"  # type: ignore[attr-defined]
+    with pytest.raises(LoadError, match="unknown option 'headers'"):
+        construct(Model, {"headers": ["x-user"]})
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ("x-user", "expected a list of at most 20 names"),
+        ([f"x-{number}" for number in range(21)], "expected a list of at most 20 names"),
+        (["X-User"], "expected a list of at most 20 names"),
+        ([""], "expected a list of at most 20 names"),
+        ([3], "expected a list of at most 20 names"),
+        *(([name], "expected a list of at most 20 names") for name in (
+            "authorization", "proxy-authorization", "cookie", "x-api-key", "x-auth-token", "x-client-secret")),
+    ],
+)  # fmt: skip
+def test_headers_that_a_model_may_not_see_are_refused(headers: object, expected: str) -> None:
+    with pytest.raises(LoadError, match=rf"options\.headers: {expected}"):
+        construct(Told, {"headers": headers})

@@ -20,6 +20,7 @@ from headwater_server.gateway.http.endpoint import Endpoint
 from headwater_server.gateway.http.event_stream import EventStream
 from headwater_server.gateway.http.exchange import DisconnectWatch
 from headwater_server.gateway.http.replies import JSON, Reply, cache_headers
+from headwater_server.gateway.identify import identify
 from headwater_server.gateway.models import Models, ServedModel
 from headwater_server.gateway.routes.streams import open_stream
 from headwater_server.gateway.routes.texts import answer_text
@@ -86,7 +87,7 @@ class GenerateEndpoint(Endpoint):
         body, _ = await self._reader.read(scope, receive)
         began_ns = time.perf_counter_ns()
         request = await decoded(decoder.decode, body, scope, tensor_bytes)
-        request.owner = scope["state"].get("key", "")
+        identify(scope, model, request)
         decoded_ns = time.perf_counter_ns()
         if self._streams or signature.streams:
             request.cancel_id = owned_id(scope["state"], scope["state"]["request_id"])

@@ -16,6 +16,7 @@ from headwater_server.gateway.http.body_budget import take_for_objects
 from headwater_server.gateway.http.endpoint import Endpoint
 from headwater_server.gateway.http.exchange import DisconnectWatch
 from headwater_server.gateway.http.replies import Reply, cache_headers
+from headwater_server.gateway.identify import identify
 from headwater_server.gateway.models import Models
 from headwater_server.telemetry.recorder import accept
 
@@ -45,7 +46,7 @@ class InferEndpoint(Endpoint):
             request = _decoded(decoder, body, header_length, scope)
         else:
             request = await asyncio.to_thread(_decoded, decoder, body, header_length, scope)
-        request.owner = scope["state"].get("key", "")
+        identify(scope, model, request)
         decoded_ns = time.perf_counter_ns()
         with DisconnectWatch(scope, receive):
             answer = await model.dispatcher.infer(request)

@@ -15,6 +15,7 @@ from headwater.model import Scalar
 from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
 from headwater_server.errors import BadRequest, CallableFailed
 from headwater_server.gateway.http.exchange import DisconnectWatch
+from headwater_server.gateway.identify import identify
 from headwater_server.gateway.models import Models, ServedModel
 from headwater_server.telemetry.catalogue import Route
 from headwater_server.telemetry.recorder import accept
@@ -122,8 +123,8 @@ async def compute(
                 heads=tuple(head.name for head in signature.heads if not tensors.keys().isdisjoint(head.outputs)),
                 # 0: only the deployment's deadline applies
                 timeout_us=0 if rows == count else max(1, int(1e6 * (ends_s - time.monotonic()))),
-                owner=scope["state"].get("key", ""),
             )
+            identify(scope, model, request)
             try:
                 answer = await dispatcher.infer(request)
             except BadRequest as error:

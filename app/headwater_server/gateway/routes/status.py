@@ -22,6 +22,7 @@ from headwater_server.gateway.routes.metadata import index_entry
 from headwater_server.gateway.sampler import Sampler
 from headwater_server.telemetry.catalogue import ACCEPTED, CATALOGUE, IN_FLIGHT, OUTCOMES, REQUESTS
 from headwater_server.telemetry.ledger import Counts, counts_by_deployment, read_records, read_totals, together
+from headwater_server.telemetry.model_counts import read_model_totals
 from headwater_server.telemetry.recorder import recorder
 
 __all__ = ["metrics_routes", "status_routes"]
@@ -63,7 +64,9 @@ def metrics_routes(models: Models, folder: Path, sampler: Sampler) -> APIRouter:
                 recorder().count("headwater_scrape_errors", answer.deployment)
         sampler.sample()
         accept = request.headers.get("accept", "")
-        body, media_type = await asyncio.to_thread(lambda: exposition(read_totals(folder), answers, accept))
+        body, media_type = await asyncio.to_thread(
+            lambda: exposition(read_totals(folder), answers, accept, read_model_totals(folder))
+        )
         return Response(body, media_type=media_type)
 
     return router
