@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import os
-import re
 import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import hypothesis
@@ -45,15 +45,33 @@ HERE = Path(__file__).parent
 TEST_TIMEOUT_S = 120
 """How long a coroutine test may take."""
 
-SHARED_SERVER = re.compile(r"\b(?:services|demo): Running\b|\b(lm): Running\b")
-"""How a module's tests ask for a server that they share with other modules. Some ask for both of the first two."""
+SHARED_SERVERS = {"services": "services", "demo": "services", "lm": "lm"}
+"""Fixtures of servers that modules share. Those of the same value run in one worker: some modules ask for both."""
 
 
-HEAVY = re.compile(
-    r"\b(import|from) (torch|pytriton|onnx|transformers|headwater\.lm\.grammars|tests\.running|tests\.browser"
-    r"|tests\.inference\.hf\.(?:folders|linear_layers))\b|: Running\b|llamas"
-)
-"""What a module that needs Triton, torch or a browser has in its text."""
+class Declared(NamedTuple):
+    """What a module's source says: with ``--fast``, and where xdist hands out the tests, no module is imported."""
+
+    is_heavy: bool
+    duration_class: int
+    """2 for a module that starts servers, 1 for a heavy one and one that starts processes, else 0."""
+    shared_server: str
+    """The server of `SHARED_SERVERS` that its functions ask for; empty: none."""
+
+
+@functools.cache
+def declared(module: Path) -> Declared:
+    """Read what a module declares: ``pytestmark`` with `heavy`, its imports, and the names of fixtures."""
+    tree = ast.parse(module.read_text())
+    marks = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
+    is_heavy = any(mark.startswith("pytestmark = ") and "pytest.mark.heavy" in mark for mark in marks)
+    starts_processes = any(isinstance(node, ast.Import) and node.names[0].name == "subprocess" for node in tree.body)
+    names = [node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)]
+    return Declared(
+        is_heavy,
+        2 if HERE / "end_to_end" in module.parents else int(is_heavy or starts_processes),
+        next((SHARED_SERVERS[name] for name in names if name in SHARED_SERVERS), ""),
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,7 +87,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     if collection_path.is_dir():
         return True if collection_path.name == "end_to_end" else None
-    return True if collection_path.name.startswith("test_") and HEAVY.search(collection_path.read_text()) else None
+    return True if collection_path.name.startswith("test_") and declared(collection_path).is_heavy else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -78,19 +96,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--fast"):
         if "torch" in sys.modules:
             raise pytest.UsageError(
-                "--fast: a module that was collected imports torch; extend HEAVY in tests/conftest.py"
+                "--fast: a module that was collected imports torch; give it `pytestmark = pytest.mark.heavy`"
             )
-        items[:] = [item for item in items if not any(map(item.get_closest_marker, ("torch", "slow")))]
-    items.sort(key=lambda item: (duration_class(item.path), shared_server(item.path)), reverse=True)
+        items[:] = [item for item in items if not any(map(item.get_closest_marker, ("heavy", "slow")))]
+    items.sort(key=lambda item: declared(item.path)[1:], reverse=True)
 
 
-@functools.cache
-def duration_class(module: Path) -> int:
-    """2 for a module that starts servers, 1 for one that starts processes or imports torch, else 0."""
-    if HERE / "end_to_end" in module.parents:
-        return 2
-    text = module.read_text()
-    return 1 if HEAVY.search(text) or "subprocess" in text else 0
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a CUDA device where there is none, before any fixture."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -99,7 +118,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     try:
         return (yield)
     finally:
-        if nextitem is None or shared_server(nextitem.path) != shared_server(item.path):
+        if nextitem is None or declared(nextitem.path).shared_server != declared(item.path).shared_server:
             SHARED.stop()
 
 
@@ -120,16 +139,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
         def _split_scope(self, nodeid: str) -> str:
             module: str = super()._split_scope(nodeid)
-            return shared_server(config.rootpath / module) or module
+            return declared(config.rootpath / module).shared_server or module
 
     return Scheduling(config, log)
-
-
-@functools.cache
-def shared_server(module: Path) -> str:
-    """Which server a module's tests share with other modules; empty: none."""
-    found = SHARED_SERVER.search(module.read_text())
-    return "" if found is None else found[1] or "services"
 
 
 SERVED = {

@@ -20,6 +20,7 @@ from benchmarks.gpu.runner import Command, Runner
 from headwater_server.process.gpu import gpu_capacities
 from tests.running import wait_for
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 MACHINE = {"cores": 2, "system": "Linux", "python": "3.11.7", "cuda": None, "packages": {"torch": "2"}, "commit": "abc"}
 HEAD = """

@@ -34,6 +34,7 @@ from headwater_server.lm.tokenize_body import MAX_TOKENS
 from headwater_server.security.keys import MAX_KEY_BYTES
 from headwater_server.supervisor.preflight import VANISHED_AFTER_MS
 
+pytestmark = pytest.mark.heavy
 ROOT = Path(__file__).parents[1]
 THREATS, PAGE = ((ROOT / name).read_text() for name in ("SECURITY.md", "docs/security.md"))
 SECTIONS = re.split(r"^##+ ", PAGE, flags=re.MULTILINE)[1:]

@@ -56,6 +56,7 @@ def test_right_answers_are_counted() -> None:
     assert seen.lost == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("behaviour", "why"), [("closes", "RemoteDisconnected"), ("unavailable", "503 "), ("wrong", "a wrong answer")]
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from tests.running import SHARED, Running
+from tests.running import SHARED, Running, wait_for
 
 TINY = "lm:headwater.zoo:weights/tiny_lm"
 
@@ -16,6 +17,16 @@ def language_model(engine: str = "", **options: Any) -> dict[str, Any]:
     if engine:
         return {"model": TINY, "options": {"engine": f"engines:{engine}", **options}}
     return {"model": TINY, "device": "cpu", "threads": 1, "options": {"dtype": "float32", **options}}
+
+
+def logged(running: Running, request_id: str) -> Any:
+    """The access log's line for a request, once it is there."""
+
+    def line() -> str:
+        lines = running.log.read_text().splitlines()
+        return next((line for line in lines if f'"{request_id}"' in line and '"access"' in line), "")
+
+    return json.loads(wait_for(line, 60, "the access log"))
 
 
 @pytest.fixture(scope="module")

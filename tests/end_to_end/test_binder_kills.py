@@ -50,8 +50,8 @@ FORKED = "staged_forked:Forked"
         pytest.param("execute", begun, NOT_STARTED, "staged:Staged", id="bound"),
         pytest.param("load", triton, NOT_STARTED, "staged:Staged", id="Triton starting"),
         pytest.param("call", warm_up, ENDED, "staged:Staged", id="warming up"),
-        pytest.param("construct", bare_binder, ENDED, FORKED, id="preloaded, waiting", marks=pytest.mark.torch),
-        pytest.param("call", warm_up, ENDED, FORKED, id="preloaded, warming up", marks=pytest.mark.torch),
+        pytest.param("construct", bare_binder, ENDED, FORKED, id="preloaded, waiting"),
+        pytest.param("call", warm_up, ENDED, FORKED, id="preloaded, warming up"),
     ],
 )
 def test_the_next_try_serves(

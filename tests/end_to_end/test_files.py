@@ -19,8 +19,6 @@ from tests.running import Running, serve
 
 POINT = [5.1, 3.5, 1.4, 0.2]
 
-pytestmark = pytest.mark.torch
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.end_to_end.conftest import logged
 from tests.running import Running, in_background, serve, wait_for
 
 BOTH = pytest.mark.parametrize("path", ["generate", "generate_stream"])
@@ -26,16 +27,6 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert answer.text.endswith("\n\n")
     return [json.loads(block.removeprefix("data: ")) for block in answer.text.removesuffix("\n\n").split("\n\n")]
-
-
-def logged(running: Running, request_id: str) -> Any:
-    """The access log's line for a request, once it is there."""
-
-    def line() -> str:
-        lines = running.log.read_text().splitlines()
-        return next((line for line in lines if f'"{request_id}"' in line and '"access"' in line), "")
-
-    return json.loads(wait_for(line, 60, "the access log"))
 
 
 @pytest.mark.parametrize(

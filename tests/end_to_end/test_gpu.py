@@ -11,19 +11,12 @@ import pytest
 from tests.end_to_end.test_metrics import Scrape
 from tests.running import Running, serve, wait_for
 
+pytestmark = pytest.mark.gpu
 TF32 = 5e-3
 """Of logits up to 5: torch lets cuDNN round a convolution's factors to 10 bits."""
 DIGITS: dict[str, Any] = {"model": "headwater.zoo.digits:Digits", "device": "cuda"}
 
 
-def _no_gpu() -> bool:
-    import torch
-
-    return not torch.cuda.is_available()
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(_no_gpu(), reason="needs a CUDA device")
 def test_a_model_on_a_gpu_answers_as_on_the_cpu() -> None:
     model = "headwater.zoo.digits:Digits"
     with serve({"deployments": {name: {"model": model, "device": name} for name in ("cuda", "cpu")}}) as running:
@@ -45,8 +38,6 @@ def _logits(running: Running, model: str, image: list[float]) -> list[float]:
     return found
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(_no_gpu(), reason="needs a CUDA device")
 def test_compiled_models_and_two_streams_answer_as_one_model_does_under_load() -> None:
     """300 rows are 76,800 bytes, which come through shared memory."""
     ways: dict[str, dict[str, Any]] = {
@@ -67,8 +58,6 @@ def test_compiled_models_and_two_streams_answer_as_one_model_does_under_load() -
         wait_for(lambda: Scrape(running).of("headwater_replica_gpu_memory_bytes", deployment="two"), 30, "memory")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(_no_gpu(), reason="needs a CUDA device")
 def test_several_compiled_modules_of_one_model_keep_their_outputs_apart() -> None:
     plain = {"model": "devices:Pair", "device": "cuda", "batching": {"max_batch_size": 4}}
     config = {"plain": plain, "compiled": {**plain, "options": {"compile": True}}}
@@ -81,8 +70,6 @@ def test_several_compiled_modules_of_one_model_keep_their_outputs_apart() -> Non
             assert got == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(_no_gpu(), reason="needs a CUDA device")
 def test_memory_and_a_poisoned_context_of_a_real_gpu() -> None:
     """A row of x takes x GiB on the GPU; one of -1 poisons its context."""
     config = {"taker": {"model": "devices:Taker", "device": "cuda", "warmup_batch_sizes": [1]}}

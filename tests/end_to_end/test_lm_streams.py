@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.conftest import language_model
+from tests.end_to_end.conftest import language_model, logged
 from tests.running import Running, leftovers, resident_bytes, segments_of, serve, wait_for
 from tests.services.engines import AFTER
 from tests.token_streams import (
@@ -39,16 +39,6 @@ FREED_WITHIN_S = 1.5
 def streamed(model: str, **fields: Any) -> dict[str, Any]:
     """A request's body."""
     return {"model": model, "prompt": [1, 2, 3], "max_tokens": 10, "temperature": 0, "stream": True, **fields}
-
-
-def logged(running: Running, request_id: str) -> Any:
-    """The access log's line for a request, once it is there."""
-
-    def line() -> str:
-        lines = running.log.read_text().splitlines()
-        return next((line for line in lines if f'"{request_id}"' in line and '"access"' in line), "")
-
-    return json.loads(wait_for(line, 60, "the access log"))
 
 
 class TestClientsThatLeave:
@@ -427,24 +417,22 @@ class TestTwoWorkers:
         run(ask_again())
 
     def test_a_replica_that_is_killed_ends_its_streams_and_another_one_comes(self, two_workers: Running) -> None:
-        async def ask() -> tuple[Stream, float]:
+        async def ask() -> Stream:
             async with open_stream(two_workers, PATH, streamed("slow", max_tokens=900)) as stream:
                 await stream.read(2)
                 os.kill(two_workers.replica_pid("slow"), signal.SIGKILL)
-                killed = time.monotonic()
-                await stream.rest()
-                return stream, time.monotonic() - killed
+                return await stream.rest()
 
         def is_answered() -> bool:
             answer = run(whole(two_workers, streamed("slow", max_tokens=5)))
             assert answer.status in (200, 503)
             return answer.is_done
 
-        stream, took_s = run(ask())
+        stream = run(ask())
         assert stream.error is not None
         assert stream.error["type"] == "server_error"
+        assert stream.error["code"] != "timeout", "the deadline has ended it, not the loss"
         assert stream.is_done
-        assert took_s < 5
         refused = run(whole(two_workers, streamed("slow")))
         assert refused.status in (200, 503)
         wait_for(lambda: two_workers.is_ready("slow"), 180, "another replica")

@@ -23,7 +23,6 @@ def _can_remount(folder: Path) -> bool:
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
-@pytest.mark.torch
 def test_a_read_only_root_is_enough_to_start_infer_stream_and_reload(tmp_path_factory: pytest.TempPathFactory) -> None:
     written = Path(tmp_path_factory.getbasetemp().anchor) / "tmp"
     if not _can_remount(written):

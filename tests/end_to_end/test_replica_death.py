@@ -26,7 +26,7 @@ WAYS = {
     "stub-stopped": ("stub", signal.SIGSTOP),
     "guardian-stopped": ("guardian", signal.SIGSTOP),
 }
-NOTICED_WITHIN_S = 15.0
+NOTICED_WITHIN_S = 20.0
 """However busy the machine is; a request that nobody answers takes longer. On one that does nothing else it is 2 s for
 what is killed, and 3 s for what is stopped."""
 

@@ -61,7 +61,6 @@ def test_a_reload_under_load_fails_no_request_and_each_connection_goes_over_once
     assert found.requests >= CONNECTIONS * (RELOADS + 1)
 
 
-@pytest.mark.torch
 def test_every_kind_of_model_leaves_the_server_as_it_was(tmp_path: Path) -> None:
     """Processes, threads, file descriptors, shared memory and folders; `tests.soak` looks at the memory, too."""
     with serve(kinds_config(tmp_path)) as running:
@@ -77,12 +76,6 @@ def test_growth_is_that_of_the_last_fifth_over_the_second() -> None:
     assert growth([50.0] * 10 + [100.0] * 40) == 0  # what comes first is warming up
 
 
-def _no_gpu() -> bool:
-    import torch
-
-    return not torch.cuda.is_available()
-
-
 def _gpu_bytes() -> int:
     """What all processes have of the first GPU, as NVML tells."""
     asked = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
@@ -90,7 +83,6 @@ def _gpu_bytes() -> int:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(_no_gpu(), reason="needs a CUDA device")
 def test_gpu_memory_is_back_at_its_baseline_after_each_cycle() -> None:
     """Of a model that answers whole and of one that streams, whose stream is open at every other unload."""
     models: dict[str, dict[str, Any]] = {

@@ -49,6 +49,7 @@ def test_every_bfloat16_survives_the_way_through_float32(bits: Any) -> None:
     assert np.isnan(bf16_to_float32(back[is_nan])).all()
 
 
+@pytest.mark.heavy
 @settings(deadline=None)  # torch is imported in the first example
 @given(hnp.arrays(np.float32, 50, elements=st.floats(width=32)))
 def test_float32_rounds_to_bfloat16_as_torch_does(values: Any) -> None:

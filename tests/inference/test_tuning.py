@@ -35,6 +35,7 @@ def test_memory_from_a_size_on_is_allocated_apart(arguments: list[int], apart: i
     assert int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) == apart
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("device", "asked"), [("cpu", []), ("cuda:0", [False])])
 def test_only_on_a_gpu_is_cudnns_attention_turned_off(
     monkeypatch: pytest.MonkeyPatch, device: str, asked: list[bool]

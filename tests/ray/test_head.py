@@ -21,7 +21,7 @@ from tests.ray.conftest import Served, serve
 from tests.ray.raylets import Gateway, Load, agents, hosts, raylets, redis, supervisors
 from tests.running import wait_for
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.heavy, pytest.mark.ray]
 
 SCALE: dict[str, Any] = {"scale": {"model": "headwater.zoo.scale:Scale", "replicas": 2}}
 STEADY = 40

@@ -15,7 +15,7 @@ from tests.ray.conftest import Served
 from tests.ray.raylets import Load, Outcome, agents, hosts, supervisors
 from tests.running import wait_for
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.heavy, pytest.mark.ray]
 
 STEADY = 40
 """Answers before and after each loss."""

@@ -17,7 +17,7 @@ from tests.ray.conftest import Served
 from tests.ray.raylets import Gateway, Load, hosts, supervisors
 from tests.running import wait_for
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.heavy, pytest.mark.ray]
 
 
 def infer(gateway: Gateway, model: str, value: float) -> httpx.Response:

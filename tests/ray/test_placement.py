@@ -14,7 +14,7 @@ from tests.ray.conftest import Served
 from tests.ray.raylets import CPUS, Raylets, gateway, hosts, raylets, stop_cluster
 from tests.running import wait_for
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.heavy, pytest.mark.ray]
 
 DEPLOYMENTS = {
     "scale": {"model": "headwater.zoo.scale:Scale", "replicas": 3},

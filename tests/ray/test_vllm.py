@@ -26,7 +26,7 @@ from tests.vllm.test_adapters import PROMPT, write_adapter
 
 __all__ = ["vllm_python"]
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+pytestmark = [pytest.mark.heavy, pytest.mark.ray, pytest.mark.vllm]
 
 START_S = 300.0
 REPLICAS = 2

@@ -12,7 +12,7 @@ import pytest
 
 from tests.running import serve
 
-pytestmark = pytest.mark.user_environment
+pytestmark = [pytest.mark.heavy, pytest.mark.user_environment]
 
 SERVICES = Path(__file__).parent / "services"
 TRAINING = str(SERVICES / "iris.py")

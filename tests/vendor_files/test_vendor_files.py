@@ -26,7 +26,7 @@ from headwater.wire.arrays import Array
 from tests.pages import section
 from tests.running import Running, serve
 
-pytestmark = pytest.mark.vendor_files
+pytestmark = [pytest.mark.heavy, pytest.mark.vendor_files]
 
 ENVIRONMENT = "HEADWATER_TEST_VENDOR_FILES"
 """Variable with the path of the environment that `make test-files` makes."""

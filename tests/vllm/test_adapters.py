@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.app.lm.scripted import FOLDER as TINY_LM
 from tests.running import Running, processes_of, serve, wait_for
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.heavy, pytest.mark.vllm]
 
 CONFIG = json.loads((TINY_LM / "config.json").read_text())
 RANK, ALPHA = 8, 16

@@ -14,7 +14,7 @@ from headwater.zoo.text import DIMENSION, MAX_TOKENS
 from tests.app.lm.scripted import FOLDER as TINY_LM
 from tests.running import Running, leaves_nothing
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.heavy, pytest.mark.vllm]
 
 TEXTS = [
     "The harbour lay still.",

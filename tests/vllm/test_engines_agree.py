@@ -8,7 +8,7 @@ import pytest
 
 from tests.running import Running
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.heavy, pytest.mark.vllm]
 
 PROMPTS = [
     "import os\n\n\ndef read(",

@@ -25,7 +25,7 @@ import pytest
 from tests.app.lm.scripted import FOLDER as TINY_LM
 from tests.running import Running, leftovers, serve, wait_for
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.heavy, pytest.mark.vllm]
 
 CYCLES = int(os.environ.get("HEADWATER_VLLM_CYCLES", "3"))
 AT_ONCE = 4

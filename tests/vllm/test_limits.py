@@ -17,7 +17,7 @@ from tests.stand_in_vllm import NOT_OFFERED, NOT_OFFERED_BODY
 from tests.token_streams import figures, is_idle, open_stream, run, whole
 from tests.vllm.conftest import AT_ONCE
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.heavy, pytest.mark.vllm]
 
 LONG: dict[str, Any] = {
     "model": "tiny", "prompt": "x = [", "max_tokens": 2000, "ignore_eos": True, "temperature": 0, "stream": True,

@@ -12,7 +12,7 @@ import pytest
 from tests.app.lm.tool_text import WEATHER
 from tests.running import Running
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.heavy, pytest.mark.vllm]
 
 PROMPT = "import os\n\n\ndef read("
 CHAT: list[Any] = [{"role": "user", "content": "Complete this Python code:\ndef close(self):"}]

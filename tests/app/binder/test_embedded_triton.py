@@ -19,6 +19,7 @@ from pytriton.triton import Triton, TritonConfig, TritonLifecyclePolicy
 from headwater.wire import bridge
 from headwater_server.binder.embedded_triton import EmbeddedTriton, telling_lines
 
+pytestmark = pytest.mark.heavy
 TESTED = "0.7.0"
 OVERRIDDEN = {"_prepare_triton_config": ["workspace"], "_shm_prefix": []}
 """Methods of `Triton` that PyTriton calls, and what with."""

@@ -110,9 +110,9 @@ def test_neither_torch_nor_pytriton_is_imported() -> None:
 
 def test_require_is_quick() -> None:
     def seconds() -> float:
-        started = time.perf_counter()
+        started = time.thread_time()
         require()
-        return time.perf_counter() - started
+        return time.thread_time() - started
 
     assert min(seconds() for _ in range(5)) < 0.2
 

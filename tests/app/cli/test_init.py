@@ -54,7 +54,7 @@ def test_the_guides_commands_write_folders(tmp_path: Path, monkeypatch: pytest.M
     assert all(f"`{kind}`" in text for kind in KINDS)
 
 
-@pytest.mark.torch
+@pytest.mark.heavy
 def test_their_commands_run_and_their_tests_pass(tmp_path: Path) -> None:
     folders = {kind: tmp_path / kind for kind in KINDS}
     for kind, folder in folders.items():

@@ -10,6 +10,7 @@ from headwater_server.cli.script_config import load_with_scripts
 from headwater_server.config.sections import OWN_PYTHON
 from headwater_server.errors import ConfigError
 
+pytestmark = pytest.mark.heavy
 SCRIPT = """
 import sys
 import numpy as np

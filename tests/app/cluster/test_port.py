@@ -38,6 +38,7 @@ from headwater_server.transport.frames import FrameClient
 from headwater_server.transport.segments import RemoteSegment, RemoteSegments, Segments
 from headwater_server.transport.triton_http import TritonClient
 from headwater_server.vllm.client import VllmClient
+from tests.app.cluster.stand_in import until
 from tests.app.transport import test_frames as frames
 from tests.app.vllm import stand_in as vllm
 
@@ -661,9 +662,3 @@ async def test_closing_ends_a_connection_that_is_being_opened(turns: int) -> Non
             await port.close()
             with contextlib.suppress(ConnectionResetError):  # it was not accepted
                 assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1), 5) == b""
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait for a condition."""
-    while not holds():  # noqa: ASYNC110 - nothing tells
-        await asyncio.sleep(0.001)

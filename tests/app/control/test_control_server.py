@@ -651,7 +651,7 @@ async def test_a_gateway_that_stays_away_is_gone(monkeypatch: pytest.MonkeyPatch
         await far.leave()
         began_s = asyncio.get_running_loop().time()
         assert await far.drain() == Drained()
-        assert 0 < asyncio.get_running_loop().time() - began_s < 10
+        assert asyncio.get_running_loop().time() - began_s < 10
         assert far.server.is_deserted
 
 

@@ -22,7 +22,7 @@ from headwater_server.dispatch.answer_cache import ENTRY_BYTES, TENSOR_BYTES, Ke
 from headwater_server.errors import BadRequest, CallableFailed, Cancelled, DeadlineExceeded, HeadwaterError, Unavailable
 from headwater_server.telemetry.recorder import CacheMeter
 from headwater_server.telemetry.store import SeriesKey, Store
-from tests.app.dispatch.test_dispatcher import Bench, Call, Replica, settle
+from tests.app.dispatch.stand_in import Bench, Call, Replica, settle
 from tests.counted import count_from_zero, counts_of
 
 SHARE = CacheShare(1 << 20)

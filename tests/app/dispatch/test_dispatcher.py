@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -13,13 +11,10 @@ import pytest
 
 from headwater.datatypes import pack_bytes, unpack_bytes
 from headwater.signature import Signature, TensorSpec
-from headwater.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, encode_reports
-from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
-from headwater_server.control.messages import ReplicaLoss
-from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, State
+from headwater.wire.report import CallNote, RowReport, Status
+from headwater_server.codecs.tensors import RawTensor
+from headwater_server.control.routing import State
 from headwater_server.dispatch.admission import QueueBudget
-from headwater_server.dispatch.dispatcher import ModelDispatcher
-from headwater_server.dispatch.pool import ReplicaCalls
 from headwater_server.errors import (
     BadRequest,
     CallableFailed,
@@ -29,153 +24,12 @@ from headwater_server.errors import (
     ReplicaUnreachable,
     Unavailable,
 )
-from headwater_server.transport.segments import RemoteSegment
+from tests.app.dispatch.stand_in import NUMBERS, Bench, Call, numbers, settle
 from tests.counted import count_from_zero, counts_of, requests_of
 
-NUMBERS = Signature(
-    name="m",
-    inputs=(TensorSpec("x", "FP32", (-1,)),),
-    outputs=(TensorSpec("y", "FP32", (-1,)),),
-    max_batch_size=4,
-)
 TEXTS = Signature(
     name="m", inputs=(TensorSpec("t", "BYTES", (1,)),), outputs=(TensorSpec("t", "BYTES", (1,)),), max_batch_size=4
 )
-
-
-class Call:
-    """One call that the replica has, to be answered by the test."""
-
-    def __init__(self, head: bytes, data: Sequence[bytes | memoryview]) -> None:
-        self.head: dict[str, Any] = json.loads(head)
-        self.data = b"".join(data)
-        self.answered: asyncio.Future[dict[str, RawTensor]] = asyncio.get_running_loop().create_future()
-
-    @property
-    def shape(self) -> list[int]:
-        return list(self.head["inputs"][0]["shape"])
-
-    @property
-    def rows(self) -> int:
-        return self.shape[0]
-
-    @property
-    def values(self) -> list[float]:
-        return [float(value) for value in np.frombuffer(self.data, np.float32)]
-
-    @property
-    def note(self) -> CallNote:
-        return msgspec.json.decode(self.head.get("parameters", {}).get(HEADWATER, "{}"), type=CallNote)
-
-    def answer(
-        self, reports: Sequence[RowReport] | None = None, *, is_merged: bool = False, held_rows: int = 0
-    ) -> None:
-        """Answer with the inputs doubled."""
-        doubled = (np.frombuffer(self.data, np.float32) * 2).tobytes()
-        self.give(
-            {"y": RawTensor("FP32", tuple(self.shape), doubled)}, reports, is_merged=is_merged, held_rows=held_rows
-        )
-
-    def give(
-        self,
-        outputs: dict[str, RawTensor],
-        reports: Sequence[RowReport] | None = None,
-        *,
-        is_merged: bool = False,
-        held_rows: int = 0,
-    ) -> None:
-        reports = reports or [RowReport(Status.OK)] * self.rows
-        report = encode_reports(reports, 5, is_merged=is_merged, held_rows=held_rows)
-        self.answered.set_result({**outputs, REPORT: RawTensor("UINT8", report.shape, report.tobytes())})
-
-
-class Replica:
-    """A `ReplicaClient`."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.called = asyncio.Event()
-        self.is_closed = False
-
-    async def infer(
-        self, head: bytes, data: Sequence[bytes | memoryview], segment: RemoteSegment | None = None
-    ) -> dict[str, RawTensor]:
-        if self.is_closed:
-            raise ReplicaUnreachable("the replica ended")
-        call = Call(head, data)
-        self.calls.append(call)
-        self.called.set()
-        return await call.answered
-
-    def close(self) -> None:
-        self.is_closed = True
-        for call in self.calls:
-            if not call.answered.done():
-                call.answered.set_exception(ReplicaLost("the replica ended"))
-
-
-class Bench:
-    """A dispatcher with replicas of the test's own."""
-
-    def __init__(
-        self, signature: Signature = NUMBERS, replicas: int = 1, budget: QueueBudget | None = None, **route: Any
-    ) -> None:
-        self.replicas: dict[str, Replica] = {}
-        self.route = DeploymentRoute(
-            name="m",
-            state=State.READY,
-            signature=signature,
-            replicas=tuple(ReplicaRoute(f"m-{index}", "unix:", "") for index in range(replicas)),
-            **route,
-        )
-        self.quarantined: list[bytes] = []
-        self.losses: list[ReplicaLoss] = []
-        self.dispatcher = ModelDispatcher(self.route, self.connect, self.quarantined.append, budget, self.losses.append)
-
-    def connect(self, name: str, route: ReplicaRoute) -> Replica:
-        self.replicas[route.id] = Replica()
-        return self.replicas[route.id]
-
-    @property
-    def calls(self) -> list[Call]:
-        return [call for replica in self.replicas.values() for call in replica.calls]
-
-    @property
-    def connected(self) -> list[ReplicaCalls]:
-        """What the dispatcher knows of its replicas."""
-        # private: the rows that a replica has, and those of other workers, show only in the choice among replicas
-        return list(self.dispatcher._pool.connected.values())
-
-    def send(self, *values: float, **fields: Any) -> asyncio.Task[dict[str, RawTensor]]:
-        """A request with these values, one a row."""
-        data = np.array(values, np.float32).tobytes()
-        return self.send_tensor("x", RawTensor("FP32", (len(values), 1), data), **fields)
-
-    def send_tensor(self, name: str, tensor: RawTensor, **fields: Any) -> asyncio.Task[dict[str, RawTensor]]:
-        request = InferRequest(
-            id="",
-            inputs={name: tensor},
-            rows=tensor.shape[0],
-            outputs=[OutputWish(spec.name, True) for spec in self.route.signature.outputs],  # type: ignore[union-attr]
-            batch_parameters=fields.pop("batch", {}),
-            row_parameters=fields.pop("row", {}),
-            **fields,
-        )
-
-        async def outputs() -> dict[str, RawTensor]:
-            return (await self.dispatcher.infer(request)).outputs
-
-        return asyncio.create_task(outputs())
-
-
-async def settle() -> None:
-    """Let everything that is due happen."""
-    for _ in range(6):
-        await asyncio.sleep(0)
-
-
-def numbers(outputs: dict[str, RawTensor]) -> list[float]:
-    return [float(value) for value in np.frombuffer(outputs["y"].data, np.float32)]
 
 
 async def test_a_request_to_an_idle_replica_leaves_at_once() -> None:
@@ -285,8 +139,7 @@ async def test_a_busy_replica_gets_another_call_when_a_batch_is_full() -> None:
 
 
 @pytest.mark.parametrize(
-    ("full", "has", "least"),
-    [(64, 1, 16), (64, 20, 20), (64, 64, 64), (32, 1, 8), (16, 1, 8), (8, 1, 8), (4, 1, 4)],
+    ("full", "has", "least"), [(64, 1, 16), (64, 20, 20), (64, 64, 64), (32, 1, 8), (16, 1, 8), (8, 1, 8), (4, 1, 4)]
 )
 async def test_a_busy_replica_gets_as_many_rows_as_it_has_and_no_few_ones(full: int, has: int, least: int) -> None:
     bench = Bench(msgspec.structs.replace(NUMBERS, max_batch_size=full), max_in_flight=2)

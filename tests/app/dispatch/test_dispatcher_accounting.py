@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headwater_server.control.routing import ReplicaRoute
 from headwater_server.dispatch.admission import QueueBudget
 from headwater_server.errors import HeadwaterError, ReplicaLost, ReplicaUnreachable
-from tests.app.dispatch.test_dispatcher import NUMBERS, Bench, Call, numbers, settle
+from tests.app.dispatch.stand_in import NUMBERS, Bench, Call, numbers, settle
 from tests.app.dispatch.test_queue import held
 from tests.counted import count_from_zero, requests_of
 

@@ -30,8 +30,18 @@ from headwater_server.errors import (
     SharedMemoryFull,
 )
 from headwater_server.gateway.models import Models
-from tests.app.dispatch import test_frame_call as frames
-from tests.app.dispatch.test_dispatcher import NUMBERS, Bench, Call, numbers, settle
+from tests.app.dispatch.stand_in import (
+    NUMBERS,
+    STREAMING,
+    Bench,
+    Call,
+    FrameBench,
+    expected_heads,
+    head_numbers,
+    numbers,
+    pass_time,
+    settle,
+)
 from tests.counted import count_from_zero, counts_of
 
 GONE = "the replica ended"
@@ -48,7 +58,7 @@ def lose(bench: Bench, id: str) -> None:
             call.answered.set_exception(ReplicaLost(GONE))
 
 
-def leave(bench: Bench | frames.Bench, id: str) -> None:
+def leave(bench: Bench | FrameBench, id: str) -> None:
     """As when the supervisor has taken note of a replica's end."""
     replicas = tuple(one for one in bench.route.replicas if one.id != id)
     bench.route = msgspec.structs.replace(bench.route, replicas=replicas)
@@ -233,13 +243,15 @@ async def test_a_model_that_is_not_idempotent_is_not_asked_twice() -> None:
     assert bench.replicas["m-1"].calls == []
 
 
-async def test_a_deadline_goes_on_while_a_lost_request_waits() -> None:
+async def test_a_deadline_goes_on_while_a_lost_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(replicas=2, max_in_flight=1)
-    task = bench.send(1, timeout_us=50_000)
+    task = bench.send(1, timeout_us=10_000_000)
     await settle()
     bench.send(2)
     await settle()
     lose(bench, "m-0")
+    await settle()
+    pass_time(monkeypatch, 10)
     with pytest.raises(DeadlineExceeded, match="waited in the queue"):
         await task
     bench.replicas["m-1"].calls[0].answer()
@@ -656,38 +668,38 @@ async def test_a_replica_that_is_taken_from_the_table_gets_no_lost_request() -> 
 # Pipelines and streams
 
 
-def lose_frames(bench: frames.Bench, id: str) -> None:
+def lose_frames(bench: FrameBench, id: str) -> None:
     for call in bench.replicas[id].calls:
         if not call.is_left:
             call.end(ReplicaLost(GONE))
 
 
 async def test_heads_that_have_answered_are_kept_and_the_others_computed_by_another_replica() -> None:
-    bench = frames.Bench(replicas=2)
+    bench = FrameBench(replicas=2)
     task = bench.send(1, 2)
-    await frames.settle()
+    await settle()
     first = bench.replicas["m-0"].calls[0]
     first.answer("a")
-    await frames.settle()
+    await settle()
     lose_frames(bench, "m-0")
-    await frames.settle()
+    await settle()
     second = bench.replicas["m-1"].calls[0]
     assert second.wanted == ["b", "c"]
     second.answer("b", "c")
     second.end()
     answer = await task
-    assert frames.numbers(answer) == frames.expected([1, 2], "abc")
+    assert head_numbers(answer) == expected_heads([1, 2], "abc")
     assert answer.omitted == []
 
 
 async def test_a_reader_of_heads_sees_each_of_them_once() -> None:
-    bench = frames.Bench(replicas=2)
+    bench = FrameBench(replicas=2)
     reader = bench.stream(1)
-    await frames.settle()
+    await settle()
     bench.replicas["m-0"].calls[0].answer("b")
-    await frames.settle()
+    await settle()
     lose_frames(bench, "m-0")
-    await frames.settle()
+    await settle()
     second = bench.replicas["m-1"].calls[0]
     second.answer("a", "c")
     second.end()
@@ -696,17 +708,17 @@ async def test_a_reader_of_heads_sees_each_of_them_once() -> None:
 
 
 async def test_heads_that_take_two_replicas_down_end_and_the_others_answer() -> None:
-    bench = frames.Bench(replicas=2)
+    bench = FrameBench(replicas=2)
     task = bench.send(1)
-    await frames.settle()
+    await settle()
     bench.replicas["m-0"].calls[0].answer("a", "b")
-    await frames.settle()
+    await settle()
     for id in ("m-0", "m-1"):
         lose_frames(bench, id)
-        await frames.settle()
+        await settle()
         leave(bench, id)
     answer = await task
-    assert frames.numbers(answer) == frames.expected([1], "ab")
+    assert head_numbers(answer) == expected_heads([1], "ab")
     assert [(one.head, one.status) for one in answer.omitted] == [("c", "unavailable")]
     # What was asked for besides is no reason to refuse the rest.
     other = ReplicaRoute("m-2", "unix:", "", "unix:grpc")
@@ -714,37 +726,37 @@ async def test_heads_that_take_two_replicas_down_end_and_the_others_answer() -> 
     with pytest.raises(Quarantined):
         await bench.send(1)
     task = bench.send(1, heads="ab")
-    await frames.settle()
+    await settle()
     bench.replicas["m-2"].calls[0].answer("a", "b")
     bench.replicas["m-2"].calls[0].end()
-    assert frames.numbers(await task) == frames.expected([1], "ab")
+    assert head_numbers(await task) == expected_heads([1], "ab")
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 async def test_heads_whose_device_failed_are_computed_by_another_replica_whatever_their_shape(rows: int) -> None:
-    bench = frames.Bench(replicas=2)
+    bench = FrameBench(replicas=2)
     task = bench.send(1)
-    await frames.settle()
+    await settle()
     first = bench.replicas["m-0"].calls[0]
     broken = Piece("b", rows, 7, [(0, int(Status.BROKEN), "assert")])
     first.say(first.piece("a"), broken)
-    await frames.settle()
+    await settle()
     second = bench.replicas["m-1"].calls[0]
     assert second.wanted == ["b", "c"]
     second.answer("b", "c")
     second.end()
-    assert frames.numbers(await task) == frames.expected([1], "abc")
+    assert head_numbers(await task) == expected_heads([1], "abc")
 
 
 async def test_a_stream_of_results_does_not_begin_anew() -> None:
-    bench = frames.Bench(frames.STREAMING, replicas=2)
+    bench = FrameBench(STREAMING, replicas=2)
     reader = bench.stream(1)
-    await frames.settle()
+    await settle()
     first = bench.replicas["m-0"].calls[0]
     first.say(first.piece("a", is_last=False))
-    await frames.settle()
+    await settle()
     lose_frames(bench, "m-0")
-    await frames.settle()
+    await settle()
     assert reader.statuses[0] == ("a", "ok")
     assert {status for _, status in reader.statuses[1:]} <= {"unavailable"}
     assert bench.replicas["m-1"].calls == []

@@ -15,22 +15,17 @@ from headwater_server.dispatch.dispatcher import ModelDispatcher
 from headwater_server.errors import Unavailable
 from headwater_server.gateway.models import Models
 from headwater_server.lm.language_model import LmDispatcher
-from tests.app.dispatch import test_dispatcher as whole
+from tests.app.dispatch.stand_in import NUMBERS, Bench, settle
 from tests.app.lm import stand_in as lm
 
 LATE = Unavailable("it took too long")
-
-
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 def request(value: float = 1) -> InferRequest:
     return InferRequest("", {"x": RawTensor("FP32", (1, 1), bytes(4))}, 1, [OutputWish("y", True)], {}, {})
 
 
-class Bench(whole.Bench):
+class TableBench(Bench):
     """A dispatcher whose table the test changes."""
 
     def tell(self, **changes: object) -> None:
@@ -42,7 +37,7 @@ class Bench(whole.Bench):
 
 
 async def test_while_it_drains_what_waits_and_what_runs_is_answered_and_nothing_new_is_taken() -> None:
-    bench = Bench(max_in_flight=1)
+    bench = TableBench(max_in_flight=1)
     tasks = [bench.ask()]
     await settle()
     tasks.append(bench.ask())  # waits in the queue
@@ -61,7 +56,7 @@ async def test_while_it_drains_what_waits_and_what_runs_is_answered_and_nothing_
 
 
 async def test_what_takes_too_long_is_ended_whether_it_runs_or_waits() -> None:
-    bench = Bench(max_in_flight=1)
+    bench = TableBench(max_in_flight=1)
     tasks = [bench.ask()]
     await settle()
     tasks.append(bench.ask())
@@ -74,7 +69,7 @@ async def test_what_takes_too_long_is_ended_whether_it_runs_or_waits() -> None:
 
 
 async def test_replicas_that_retire_finish_what_they_have_and_get_nothing_new() -> None:
-    bench = Bench()
+    bench = TableBench()
     first = bench.ask()
     await settle()
     old = bench.route.replicas
@@ -92,7 +87,7 @@ async def test_replicas_that_retire_finish_what_they_have_and_get_nothing_new() 
 
 
 async def test_only_what_the_retiring_replicas_have_is_ended() -> None:
-    bench = Bench()
+    bench = TableBench()
     first = bench.ask()
     await settle()
     bench.tell(replicas=(ReplicaRoute("m-new", "unix:", ""),), retiring=bench.route.replicas)
@@ -106,14 +101,14 @@ async def test_only_what_the_retiring_replicas_have_is_ended() -> None:
 
 
 async def test_with_retiring_replicas_only_nothing_is_taken() -> None:
-    bench = Bench()
+    bench = TableBench()
     bench.tell(replicas=(), retiring=bench.route.replicas, state=State.UNAVAILABLE, reason="killed")
     with pytest.raises(Unavailable, match="UNAVAILABLE: killed"):
         await bench.ask()
 
 
 async def test_a_step_still_answers_its_pipeline_while_it_drains() -> None:
-    bench = Bench(part_of="p")
+    bench = TableBench(part_of="p")
     bench.tell(state=State.DRAINING)
     with pytest.raises(Unavailable):
         await bench.ask()
@@ -131,7 +126,7 @@ async def test_a_step_still_answers_its_pipeline_while_it_drains() -> None:
     [(State.UNAVAILABLE, False, 2), (State.UNAVAILABLE, True, 60), (State.LOADING, True, 5), (State.FAILED, False, 60)],
 )
 async def test_when_to_come_again_depends_on_who_must_act(state: State, is_set_aside: bool, expected_s: int) -> None:
-    route = DeploymentRoute("m", state, "gone", whole.NUMBERS, is_set_aside=is_set_aside)
+    route = DeploymentRoute("m", state, "gone", NUMBERS, is_set_aside=is_set_aside)
     with pytest.raises(Unavailable) as raised:
         await ModelDispatcher(route).infer(request())
     assert raised.value.retry_after_s == expected_s

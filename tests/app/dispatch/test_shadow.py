@@ -26,7 +26,7 @@ from headwater_server.dispatch.dispatcher import ModelDispatcher
 from headwater_server.dispatch.shadow import COPIES_LIMIT, HELD_LIMIT_BYTES, Difference, Shadow, difference
 from headwater_server.dispatch.versions import VersionsDispatcher
 from headwater_server.errors import BadRequest, HeadwaterError, QueueFull, ReplicaLost, Unavailable
-from tests.app.dispatch.test_dispatcher import NUMBERS, Bench, Call, numbers, settle
+from tests.app.dispatch.stand_in import NUMBERS, Bench, Call, numbers, settle
 from tests.counted import count_from_zero, counts_of, requests_of
 
 NAN, INF = math.nan, math.inf

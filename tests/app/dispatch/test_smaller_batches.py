@@ -7,11 +7,19 @@ import numpy as np
 
 from headwater_server.control.routing import ReplicaRoute
 from headwater_server.errors import BadRequest, ReplicaLost, ReplicaUnreachable
-from tests.app.dispatch import test_frame_call as frames
-from tests.app.dispatch.test_dispatcher import NUMBERS, Bench, numbers, settle
+from tests.app.dispatch.stand_in import (
+    NUMBERS,
+    STREAMING,
+    Bench,
+    FrameBench,
+    expected_heads,
+    head_numbers,
+    numbers,
+    settle,
+)
 
 
-def allow(bench: Bench | frames.Bench, rows: int) -> None:
+def allow(bench: Bench | FrameBench, rows: int) -> None:
     """As after a reload with this ``max_batch_size``."""
     signature = bench.dispatcher.signature
     assert signature is not None
@@ -126,34 +134,34 @@ async def test_a_lost_batch_is_cut_before_it_is_computed_again() -> None:
 
 
 async def test_heads_that_have_answered_are_kept_when_the_others_are_cut() -> None:
-    bench = frames.Bench(replicas=2)
+    bench = FrameBench(replicas=2)
     task = bench.send(1, 2, 3, 4)
-    await frames.settle()
+    await settle()
     bench.calls[0].answer("a")
-    await frames.settle()
+    await settle()
     bench.calls[0].end(ReplicaLost("gone"))
     allow(bench, 3)
-    await frames.settle()
+    await settle()
     for index in range(2):
         call = bench.replicas["m-1"].calls[index]
         assert call.wanted == ["b", "c"]
         call.answer("b", "c")
         call.end()
-        await frames.settle()
-    assert frames.numbers(await task) == frames.expected([1, 2, 3, 4], "abc")
+        await settle()
+    assert head_numbers(await task) == expected_heads([1, 2, 3, 4], "abc")
 
 
 async def test_a_stream_that_waits_with_more_rows_than_fit_is_refused() -> None:
-    bench = frames.Bench(frames.STREAMING, max_in_flight=1)
+    bench = FrameBench(STREAMING, max_in_flight=1)
     first = bench.stream(0)
-    await frames.settle()
+    await settle()
     waiting = bench.stream(1, 2, 3, 4)
-    await frames.settle()
+    await settle()
     allow(bench, 3)
     await waiting.task
     assert {type(piece.error) for piece in waiting.pieces} == {BadRequest}
     assert bench.dispatcher.queued_rows == 0
     first.task.cancel()
     bench.calls[0].end()
-    await frames.settle()
+    await settle()
     assert len(bench.calls) == 1

@@ -38,6 +38,7 @@ from headwater_server.telemetry.catalogue import ALL_SERIES, VERSION_TIMES
 from headwater_server.telemetry.recorder import leave, recorder, use
 from headwater_server.telemetry.store import Store
 from headwater_server.transport.segments import RemoteSegment
+from tests.app.dispatch.stand_in import settle
 from tests.app.lm.stand_in import Replica, event, route_of, spec
 from tests.counted import count_from_zero
 
@@ -87,12 +88,6 @@ async def models(replica: Replica) -> AsyncIterator[Models]:
     models.update(TABLE)
     yield models
     models.close()
-
-
-async def settle() -> None:
-    """Let everything that is due happen."""
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 async def test_steps_are_found_by_their_name_but_not_listed(models: Models) -> None:

@@ -24,6 +24,7 @@ from headwater_server.gateway.models import Models
 from headwater_server.gateway.routes.pages import FOLDER
 from tests.browser import chromium, open_browser
 
+pytestmark = pytest.mark.heavy
 FILES = sorted(path.name for path in FOLDER.iterdir())
 MODULES = [name for name in FILES if name.endswith(".js")]
 TRICKS = [

@@ -10,7 +10,7 @@ from headwater_server.control.load import DeploymentLoad, LoadReport
 from headwater_server.control.routing import ReplicaRoute, RoutingTable
 from headwater_server.gateway.models import Models
 from headwater_server.gateway.sampler import LoadSampler
-from tests.app.dispatch.test_dispatcher import Bench, Replica, settle
+from tests.app.dispatch.stand_in import Bench, Replica, settle
 
 
 async def calls(bench: Bench, count: int) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headwater.engine import Engine, Sampling
 from headwater.lm.engine_host import EngineHost
 from headwater.signature import LanguageModelSpec
+from headwater.wire.frame import FRAME
+from headwater.wire.report import HEADWATER, CallNote
 from headwater_server.config.schema import Server
 from headwater_server.control.routing import RoutingTable
 from headwater_server.gateway.app import create_app
@@ -22,9 +26,10 @@ from headwater_server.gateway.http.entry import RequestRecords
 from headwater_server.gateway.http.event_stream import StreamLimits
 from headwater_server.gateway.models import Models
 from headwater_server.lm.language_model import LmDispatcher
+from headwater_server.transport.replica_protocol import FrameRequest
+from headwater_server.transport.segments import RemoteSegment
 from tests.app.lm.scripted import FOLDER
 from tests.app.lm.stand_in import SIGNATURE, route_of
-from tests.app.lm.test_with_engine_host import HostClient
 
 __all__ = ["Ask", "app_with_engine"]
 
@@ -72,3 +77,35 @@ async def app_with_engine(
     finally:
         models.close()
         await asyncio.to_thread(host.close)
+
+
+class HostClient:
+    """A `FrameReplicaClient` that hands messages to a host in the same loop."""
+
+    def __init__(self, host: EngineHost) -> None:
+        self._host = host
+        self._cancels: set[asyncio.Task[None]] = set()
+
+    def open(self, nothing: FrameRequest, *, streams: bool = False) -> None:
+        self._nothing = nothing
+
+    def placed(self, segment: RemoteSegment) -> contextlib.AbstractAsyncContextManager[str]:
+        raise NotImplementedError  # it is on this machine
+
+    def cancel(self, name: str) -> None:
+        asked = asyncio.create_task(self._whole(FrameRequest(self._nothing.inputs, CallNote(cancel=name))))
+        self._cancels.add(asked)
+        asked.add_done_callback(self._cancels.discard)
+
+    def close(self) -> None: ...
+
+    async def frames(self, name: str, request: FrameRequest) -> AsyncGenerator[bytes, None]:
+        ((input, _, shape, (raw,)),) = request.inputs
+        note = {HEADWATER: msgspec.json.encode(request.note).decode()}
+        asked = SimpleNamespace(data={input: np.frombuffer(raw, np.uint8).reshape(shape)}, parameters=note)
+        async with contextlib.aclosing(self._host.handle([asked])) as answers:  # type: ignore[type-var]
+            async for (answer,) in answers:
+                yield answer[FRAME].tobytes()
+
+    async def _whole(self, request: FrameRequest) -> None:
+        assert [frame async for frame in self.frames("", request)] == []

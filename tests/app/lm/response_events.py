@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from headwater_server.lm.openai_answer import Event
+
 __all__ = ["said", "told"]
 
 _STEPS = {
@@ -58,3 +60,7 @@ def told(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
             assert text == of_item[-2]["arguments"] == item["arguments"]
     assert {event["output_index"] for event in steps} == set(range(len(response["output"])))
     return response
+
+
+def data(event: Event) -> bytes:
+    return event if isinstance(event, bytes) else event[1]

@@ -29,6 +29,7 @@ from headwater_server.lm.engine_channel import REMEMBERED_ENDS, Channel
 from headwater_server.lm.request import RequestRun
 from headwater_server.lm.sequence import SequenceSpec, Tokens
 from headwater_server.telemetry.recorder import recorder
+from tests.app.dispatch.stand_in import pass_time
 from tests.app.lm.stand_in import UNKNOWN, Replica, event, settle, spec, until
 from tests.counted import count_from_zero, counts_of
 
@@ -700,8 +701,8 @@ async def test_a_prompt_is_kept_until_the_replica_has_it() -> None:
 
 
 @pytest.mark.parametrize("is_left", [False, True])
-async def test_a_post_that_is_never_answered_ends_the_channel(is_left: bool) -> None:
-    line = Line(post_timeout_s=0.06)
+async def test_a_post_that_is_never_answered_ends_the_channel(is_left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line(post_timeout_s=20)
     had = line.ask(id="had")
     await settle()
     line.replica.answers_posts.clear()
@@ -714,12 +715,13 @@ async def test_a_post_that_is_never_answered_ends_the_channel(is_left: bool) -> 
     if is_left:
         never.close()
     stuck = line.channel
+    pass_time(monkeypatch, 20)
     await until(lambda: stuck.is_ended)
     for request in (posted, None if is_left else had):
         if request is not None:
             error = await failure(request)
             assert type(error) is Unavailable
-            assert error.message == "model `lm`: the replica didn't answer a message for 0.06 s"
+            assert error.message == "model `lm`: the replica didn't answer a message for 20 s"
     line.replica.answers_posts.set()
     again = line.ask(id="again")
     await settle()

@@ -26,10 +26,10 @@ from headwater_server.errors import (
     ReplicaUnreachable,
     Unavailable,
 )
-from headwater_server.lm import engine_channel, language_model
-from headwater_server.lm.engine_channel import REMEMBERED_ENDS
-from headwater_server.lm.language_model import LmDispatcher
+from headwater_server.lm.engine_channel import LOAD_FRESH_S, REMEMBERED_ENDS
+from headwater_server.lm.language_model import AVOID_S, LmDispatcher
 from headwater_server.lm.sequence import Generation
+from tests.app.dispatch.stand_in import pass_time
 from tests.app.lm.stand_in import LIMITS, SIGNATURE, Bench, Replica, event, route_of, settle, spec, until
 from tests.counted import count_from_zero, counts_of
 
@@ -151,8 +151,6 @@ async def test_what_was_on_its_way_to_a_lost_replica_goes_to_another_if_it_never
 async def test_a_replica_that_refuses_gets_nothing_for_a_while_if_there_is_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(language_model, "AVOID_S", 0.05)
-
     bench = Bench("a", "b")
     a, b = bench.replicas.values()
     a.answers_open.clear()
@@ -164,9 +162,7 @@ async def test_a_replica_that_refuses_gets_nothing_for_a_while_if_there_is_anoth
     bench.dispatcher.open("next", [spec()])
     await settle()
     assert [submit.request_id for submit in b.submits.values()] == ["refused", "next"]
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
-    await until(lambda: loop.time() > began_s + 0.06)
+    pass_time(monkeypatch, AVOID_S)
     bench.dispatcher.open("later", [spec()])
     await settle()
     assert [submit.request_id for submit in a.submits.values()] == ["later"]
@@ -190,8 +186,6 @@ async def test_what_there_is_to_do_is_told_in_sequences_of_this_worker_and_since
 
 
 async def test_a_load_of_long_ago_keeps_nothing_from_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_channel, "LOAD_FRESH_S", 0.03)
-
     bench = Bench("a", "b")
     a, b = bench.replicas.values()
     first = bench.dispatcher.open("first", [spec()])
@@ -200,7 +194,8 @@ async def test_a_load_of_long_ago_keeps_nothing_from_a_replica(monkeypatch: pyte
     assert await first.news()
     assert bench.dispatcher.load == Load(31, 4, 300)
     bench.dispatcher.open("b", [spec()])
-    await until(lambda: bench.dispatcher.load == Load())
+    pass_time(monkeypatch, LOAD_FRESH_S)
+    assert bench.dispatcher.load == Load()
     bench.dispatcher.open("a", [spec()])
     await settle()
     assert (list(a.submits), list(b.submits)) == ([0, 1], [0])
@@ -382,21 +377,16 @@ async def test_a_request_that_gets_no_token_ends_at_the_deployments_timeout() ->
 
 async def test_each_token_begins_the_timeout_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(timeout_s=3)
-    loop = asyncio.get_running_loop()
-    real_time, passed_s = loop.time, 0
-    monkeypatch.setattr(loop, "time", lambda: real_time() + passed_s)
     request = bench.dispatcher.open("q", [spec(1_000_000), spec(1_000_000)])
     await settle()
-    began_s = loop.time()
     for count in range(4):  # well over the timeout, with tokens of the one only
-        passed_s += 2
+        pass_time(monkeypatch, 2)
         await settle()
         bench.replica.say(event(0, count, [1]))
         assert await request.news()
-    passed_s += 3
+    pass_time(monkeypatch, 3)
     error = await failure(request)
     assert error.message == "the stream sent no output for 3 s"
-    assert loop.time() - began_s >= 11
 
 
 @pytest.mark.parametrize("has_tokens", [False, True])
@@ -422,15 +412,14 @@ async def test_the_clients_own_timeout_is_for_the_whole(has_tokens: bool) -> Non
     assert bench.replica.cancels == [0]
 
 
-async def test_no_deadline_waits_for_the_reader() -> None:
-    bench = Bench(timeout_s=0.02)
-    request = bench.dispatcher.open("q", [spec()], timeout_s=0.03)
+async def test_no_deadline_waits_for_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(timeout_s=20)
+    request = bench.dispatcher.open("q", [spec()], timeout_s=30)
     await settle()
     bench.replica.say(event(0, 0, [1, 2], finish="stop"))
     await settle()
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
-    await until(lambda: loop.time() > began_s + 0.06)
+    pass_time(monkeypatch, 60)
+    await settle()
     ((_, tokens),) = await request.news()
     assert tokens.tokens == [1, 2]
     assert await request.news() == []

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from headwater_server.errors import BadRequest, QueueFull
 from headwater_server.lm.chat import ChatAnswer
 from headwater_server.lm.completion import CompletionAnswer
-from headwater_server.lm.openai_answer import AnswerForm, Event
+from headwater_server.lm.openai_answer import AnswerForm
 from headwater_server.lm.responses_answer import ResponsesAnswer
 from headwater_server.lm.text_generate import GenerateAnswer
 from headwater_server.lm.text_stream import TextPiece, TokenLogprob, Usage
+from tests.app.lm.response_events import data
 from tests.app.lm.scripted import ids_of, tiny_text
 
 TEXTS = tiny_text().tokenizer.texts
@@ -31,10 +32,6 @@ def forms(**options: Any) -> list[AnswerForm]:
         GenerateAnswer(name, 'an "id"'),
         ResponsesAnswer({"model": name}, TEXTS),
     ]
-
-
-def data(event: Event) -> bytes:
-    return event if isinstance(event, bytes) else event[1]
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1))

@@ -6,19 +6,14 @@ import asyncio
 import copy
 import json
 import re
-import socket
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import openai
 import pytest
-import uvicorn
-from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletion
 from openai.types.responses import (
     Response,
     ResponseCompletedEvent,
@@ -28,86 +23,27 @@ from openai.types.responses import (
 )
 
 from headwater.engine import EngineLimits
-from headwater_server.config.schema import Server
 from headwater_server.errors import Cancelled, ContractBroken, QueueFull, ReplicaLost, Unavailable
-from headwater_server.gateway.app import create_app
-from headwater_server.gateway.models import Models
 from headwater_server.lm.completion import CompletionAnswer, CompletionRequest
 from headwater_server.lm.text.language import LanguageText
 from headwater_server.lm.text_plan import TextPlan
 from headwater_server.lm.text_stream import TextPiece, Usage
 from tests.app.lm.scripted import (
     EOS,
+    HELLO,
+    Gateway,
     Script,
     ScriptedDispatcher,
     ScriptedModels,
     ids_of,
+    serving,
     tiny_text,
 )
 from tests.app.lm.tool_text import CLOCK
 from tests.running import wait_for
 
 TEXT = Script().text
-HELLO: Any = [{"role": "user", "content": "hi"}]
 PROMPT_TOKENS = 11
-
-
-class Gateway:
-    """A server on a loopback port with one scripted model, ``tiny``, and one without a chat template, ``plain``."""
-
-    def __init__(self, url: str, models: ScriptedModels, tiny: ScriptedDispatcher, plain: ScriptedDispatcher) -> None:
-        self.url = url
-        self.models = models
-        self.tiny = tiny
-        self.plain = plain
-        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-
-    def says(self, **script: Any) -> None:
-        """Give the model another script."""
-        self.tiny.script = Script(**script)
-
-    def post(self, path: str, **body: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=20)
-
-    def chat(self, **fields: Any) -> ChatCompletion:
-        return cast(ChatCompletion, self.client.chat.completions.create(model="tiny", messages=HELLO, **fields))
-
-    def chunks(self, **fields: Any) -> list[ChatCompletionChunk]:
-        stream = self.client.chat.completions.create(model="tiny", messages=HELLO, stream=True, **fields)
-        return list(cast("Iterator[ChatCompletionChunk]", stream))
-
-    def completion(self, prompt: Any = "x", **fields: Any) -> Completion:
-        return cast(Completion, self.client.completions.create(model="tiny", prompt=prompt, **fields))
-
-    def completions(self, prompt: Any = "x", **fields: Any) -> list[Completion]:
-        stream = self.client.completions.create(model="tiny", prompt=prompt, stream=True, **fields)
-        return list(cast("Iterator[Completion]", stream))
-
-    def frames(self, path: str, **body: Any) -> list[str]:
-        """The data of a stream's events."""
-        answer = self.post(path, **body)
-        assert answer.status_code == 200, answer.text
-        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-        assert answer.text.endswith("\n\n")
-        blocks = answer.text.removesuffix("\n\n").split("\n\n")
-        assert all(block.startswith("data: ") for block in blocks)
-        return [block.removeprefix("data: ") for block in blocks]
-
-
-@contextmanager
-def serving(models: ScriptedModels) -> Iterator[str]:
-    app = create_app(cast(Models, models), Server(access_log=False))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", loop="asyncio"))
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
-        thread.start()
-        try:
-            wait_for(lambda: server.started, 20, "the server to start")
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(20)
-            assert not thread.is_alive()
 
 
 @cache

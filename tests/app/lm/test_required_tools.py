@@ -19,6 +19,7 @@ from tests.app.lm.response_events import said, told
 from tests.app.lm.scripted import LIMITS
 from tests.app.lm.tool_text import VOCAB_SIZE, WEATHER, tool_folder, tool_text
 
+pytestmark = pytest.mark.heavy
 REFERRING: Any = {
     "type": "function",
     "function": {

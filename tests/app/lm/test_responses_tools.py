@@ -18,13 +18,20 @@ from headwater_server.errors import ReplicaLost
 from headwater_server.lm.responses_answer import ResponsesAnswer
 from headwater_server.lm.text.tool_calls import FORMATS, ToolUse
 from headwater_server.lm.text_stream import TextPiece, Usage
-from tests.app.lm.response_events import said, told
-from tests.app.lm.scripted import LIMITS, Script, ScriptedDispatcher, ScriptedModels, ids_of, tiny_text
-from tests.app.lm.test_openai_answer import data
-from tests.app.lm.test_openai_routes import Gateway, serving
-from tests.app.lm.test_tools import ARGUMENTS, CALL, PIECES, TOOLS
-from tests.app.lm.tool_text import tool_text
+from tests.app.lm.response_events import data, said, told
+from tests.app.lm.scripted import (
+    LIMITS,
+    Gateway,
+    Script,
+    ScriptedDispatcher,
+    ScriptedModels,
+    ids_of,
+    serving,
+    tiny_text,
+)
+from tests.app.lm.tool_text import ARGUMENTS, CALL, PIECES, TOOLS, tool_text
 
+pytestmark = pytest.mark.heavy
 FLAT: Any = [{"type": "function", "strict": False, **tool["function"]} for tool in TOOLS]
 """The tools as this API has them."""
 NAMES = frozenset({"weather", "clock"})

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import pytest
 import torch
 
 from headwater.engine import EngineLimits, Sampling, SequenceRequest, TokenEvent
@@ -19,6 +20,7 @@ from tests.app.lm.scripted import FOLDER, tiny_text
 from tests.app.lm.stand_in import until
 from tests.counted import count_from_zero, counts_of
 
+pytestmark = pytest.mark.heavy
 LIMITS = EngineLimits(max_sequences=4, max_waiting=2, context_length=100_000, cache_tokens=1_000_000, vocab_size=4096)
 
 

@@ -21,6 +21,7 @@ from tests.app.lm.app_with_engine import app_with_engine
 from tests.app.lm.scripted import FOLDER, LIMITS
 from tests.app.lm.tool_text import tool_text
 
+pytestmark = pytest.mark.heavy
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"type": "integer", "minimum": 1, "maximum": 9}},

@@ -18,14 +18,8 @@ from headwater_server.lm.text.tool_calls import FORMATS, ToolUse
 from headwater_server.lm.text_plan import TextPlan
 from headwater_server.lm.text_stream import TextPiece, TokenLogprob, Usage
 from headwater_server.lm.tools import NO_PARAMETERS
-from tests.app.lm.scripted import LIMITS, Script, ScriptedDispatcher, ScriptedModels, tiny_text
-from tests.app.lm.test_openai_routes import Gateway, serving
-from tests.app.lm.tool_text import CLOCK, WEATHER, tool_text
-
-HELLO: Any = [{"role": "user", "content": "hi"}]
-TOOLS: Any = [WEATHER, CLOCK]
-ARGUMENTS = '{"city": "Köln", "days": 3}'
-CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+from tests.app.lm.scripted import HELLO, LIMITS, Gateway, Script, ScriptedDispatcher, ScriptedModels, serving, tiny_text
+from tests.app.lm.tool_text import ARGUMENTS, CALL, CLOCK, PIECES, TOOLS, WEATHER, tool_text
 
 
 def planned(template: str = "hermes", **fields: Any) -> TextPlan:
@@ -181,12 +175,6 @@ def test_a_model_whose_format_is_not_known_names_the_option() -> None:
 
 
 # Answers
-
-
-PIECES = st.lists(
-    st.sampled_from(["So:\n", CALL, "<tool_call>", "</tool_call>", "\n", "é", '{"name": "clock"}', "🙂", '"', "{}"]),
-    max_size=6,
-).map("".join)
 
 
 def deltas(events: list[bytes]) -> tuple[str, list[dict[str, Any]], list[Any], str | None]:

@@ -4,58 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
-from types import SimpleNamespace
+from collections.abc import AsyncIterator
 
-import msgspec
-import numpy as np
 import pytest
 
 from headwater.engine import Engine, EngineLimits
 from headwater.lm.engine_host import EngineHost
 from headwater.lm.null_engine import NullEngine
-from headwater.wire.frame import FRAME
-from headwater.wire.report import HEADWATER, CallNote
 from headwater_server.errors import BadRequest, Cancelled, ContractBroken, QueueFull, Unavailable
 from headwater_server.lm.language_model import LmDispatcher
 from headwater_server.lm.sequence import Generation
-from headwater_server.transport.replica_protocol import FrameRequest
-from headwater_server.transport.segments import RemoteSegment
+from tests.app.lm.app_with_engine import HostClient
 from tests.app.lm.stand_in import route_of, spec, until
 from tests.counted import count_from_zero, counts_of
 from tests.services.engines import FaultyEngine
-
-
-class HostClient:
-    """A `FrameReplicaClient` that hands messages to a host in the same loop."""
-
-    def __init__(self, host: EngineHost) -> None:
-        self._host = host
-        self._cancels: set[asyncio.Task[None]] = set()
-
-    def open(self, nothing: FrameRequest, *, streams: bool = False) -> None:
-        self._nothing = nothing
-
-    def placed(self, segment: RemoteSegment) -> contextlib.AbstractAsyncContextManager[str]:
-        raise NotImplementedError  # it is on this machine
-
-    def cancel(self, name: str) -> None:
-        asked = asyncio.create_task(self._whole(FrameRequest(self._nothing.inputs, CallNote(cancel=name))))
-        self._cancels.add(asked)
-        asked.add_done_callback(self._cancels.discard)
-
-    def close(self) -> None: ...
-
-    async def frames(self, name: str, request: FrameRequest) -> AsyncGenerator[bytes, None]:
-        ((input, _, shape, (raw,)),) = request.inputs
-        note = {HEADWATER: msgspec.json.encode(request.note).decode()}
-        asked = SimpleNamespace(data={input: np.frombuffer(raw, np.uint8).reshape(shape)}, parameters=note)
-        async with contextlib.aclosing(self._host.handle([asked])) as answers:  # type: ignore[type-var]
-            async for (answer,) in answers:
-                yield answer[FRAME].tobytes()
-
-    async def _whole(self, request: FrameRequest) -> None:
-        assert [frame async for frame in self.frames("", request)] == []
 
 
 @contextlib.asynccontextmanager

@@ -9,6 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from hypothesis import strategies as st
+
 from headwater_server.lm.text.language import LanguageText
 from tests.app.lm.scripted import FOLDER
 
@@ -99,3 +101,12 @@ def tool_text(template: str) -> LanguageText:
     """The tokenizer and this template."""
     with TemporaryDirectory() as folder:
         return LanguageText(tool_folder(Path(folder) / "model", template))
+
+
+TOOLS: Any = [WEATHER, CLOCK]
+ARGUMENTS = '{"city": "Köln", "days": 3}'
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+PIECES = st.lists(
+    st.sampled_from(["So:\n", CALL, "<tool_call>", "</tool_call>", "\n", "é", '{"name": "clock"}', "🙂", '"', "{}"]),
+    max_size=6,
+).map("".join)

@@ -24,12 +24,7 @@ from headwater import environment
 from headwater_server.cli.check import check
 from headwater_server.config.schema import Deployment
 from headwater_server.process import interpreter
-from headwater_server.process.interpreter import (
-    InterpreterError,
-    find_interpreter,
-    foreign_environment,
-    stage_package,
-)
+from headwater_server.process.interpreter import InterpreterError, find_interpreter, foreign_environment, stage_package
 from tests.environments import make_environment
 from tests.running import in_mount_namespace, wait_for
 
@@ -370,6 +365,7 @@ def checked(tmp_path: Path, deployments: dict[str, Any], capsys: pytest.CaptureF
 SCALE = {"model": "headwater.zoo.scale:Scale"}
 
 
+@pytest.mark.slow
 def test_check_shows_a_deployments_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = checked(tmp_path, {"own": {**SCALE, "python": sys.executable}, "plain": SCALE}, capsys)
     assert report["problems"] == []

@@ -25,8 +25,8 @@ from headwater_server.process.vllm_host import LOOKS, EngineProgress, main
 from tests.running import processes_of, wait_for
 from tests.stand_in_vllm import environment
 
+pytestmark = pytest.mark.slow
 MAX_STEP_S = 1.0
-LATE_S = 2.0
 """More than the machine takes to schedule what is due."""
 
 
@@ -290,11 +290,9 @@ def test_a_worker_that_ends_or_stops(short: Path, number: signal.Signals) -> Non
     with hosting(short) as hosted:
         hosted.statuses("ready")
         worker = int(hosted.file("worker"))
-        began_s = time.monotonic()
         os.kill(worker, number)
         wanted = f"its process VLLM::Worker ({worker}) " + ("has ended" if number == signal.SIGKILL else "is stopped")
         assert hosted.statuses("ending")["text"] == wanted
-        assert time.monotonic() - began_s < LATE_S
 
 
 @pytest.mark.parametrize("text", ["", "metrics"])
@@ -305,8 +303,7 @@ def test_an_engine_that_hangs_is_noticed_after_max_step_s(short: Path, text: str
         began_s = time.monotonic()
         wanted = "its engine has made no progress within options.max_step_s = 1 s"
         assert hosted.statuses("ending")["text"] == wanted
-        took_s = time.monotonic() - began_s
-        assert MAX_STEP_S * (LOOKS - 1) / LOOKS <= took_s < MAX_STEP_S + LATE_S
+        assert time.monotonic() - began_s >= MAX_STEP_S * (LOOKS - 1) / LOOKS
 
 
 def test_a_server_that_is_stopped_is_noticed(short: Path) -> None:
@@ -345,5 +342,5 @@ def test_a_server_that_ignores_sigterm_is_killed(short: Path) -> None:
         began_s = time.monotonic()
         hosted.stop()
         assert hosted.statuses("ending")["text"] == "stopped"
-        assert 4 < time.monotonic() - began_s < 5 + LATE_S
+        assert time.monotonic() - began_s > 4
         assert "vLLM has not ended 5 s after SIGTERM" in hosted.log.read_text()

@@ -15,7 +15,7 @@ from headwater.signature import Signature, VllmSpec
 from headwater_server.config.schema import Deployment
 from headwater_server.control.messages import Drained
 from headwater_server.supervisor.handle import ReplicaHandle
-from tests.app.supervisor.test_lifecycle import Supervisor, settle, until
+from tests.app.supervisor.stand_in import Supervisor, settle, until
 from tests.app.vllm.stand_in import Exchange, StandIn, error, stand_ins
 
 SPEC = VllmSpec(max_sequences=8, context_length=64, cache_tokens=1000, version="0", max_lora_rank=16)

@@ -18,7 +18,7 @@ from headwater_server.control.load import Tally
 from headwater_server.supervisor.canary import WINDOW_S, Canaries, Comparison
 from headwater_server.supervisor.states import VersionsState
 from headwater_server.telemetry.catalogue import ALL_SERIES, VERSION_TIMES
-from tests.app.supervisor.test_lifecycle import Supervisor
+from tests.app.supervisor.stand_in import Supervisor
 
 BOUNDS_MS = np.array(ALL_SERIES[VERSION_TIMES].bounds) / 1e6
 BUCKETS = len(BOUNDS_MS) + 1

@@ -5,208 +5,22 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
-import json
 import logging
-from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headwater.signature import Signature, TensorSpec
-from headwater_server.config.schema import Config, Deployment
+from headwater_server.config.schema import Deployment
 from headwater_server.control.messages import Command, CommandAnswer, Drained
 from headwater_server.control.route_kinds import GraphKind
-from headwater_server.control.routing import ReplicaRoute, State
+from headwater_server.control.routing import State
 from headwater_server.errors import MemoryBudgetExceeded
 from headwater_server.process.proc import GroupUse
-from headwater_server.process.socket_http import ask_socket
-from headwater_server.supervisor.child_processes import FIRST_BACKOFF_S, ChildProcesses
-from headwater_server.supervisor.deployments import Deployments
-from headwater_server.supervisor.handle import ReplicaHandle
-from headwater_server.supervisor.lifecycle import Lifecycle
-from headwater_server.supervisor.memory_budget import ReplicaMemory
-from headwater_server.supervisor.replica_set import ReplicaSet
+from headwater_server.supervisor.child_processes import FIRST_BACKOFF_S
 from headwater_server.supervisor.slot import SLOW_FIRST_S
-from headwater_server.supervisor.states import Composite
 from headwater_server.telemetry.recorder import recorder, use
 from headwater_server.telemetry.store import SeriesKey, Store
-
-SIGNATURES = {
-    "p.trunk": Signature(
-        "", (TensorSpec("x", "FP32", (2,)),), (TensorSpec("features", "FP32", (3,)),), max_batch_size=8
-    ),
-    "p.head": Signature(
-        "", (TensorSpec("features", "FP32", (3,)),), (TensorSpec("y", "FP32", (1,)),), max_batch_size=8
-    ),
-    "shared": Signature(
-        "", (TensorSpec("features", "FP32", (3,)),), (TensorSpec("z", "FP32", (1,)),), max_batch_size=8
-    ),
-}
-GRAPH = {
-    "placement": "graph",
-    "trunk": {"model": "m:Trunk"},
-    "heads": {"head": {"model": "m:Head"}, "other": {"deployment": "shared"}},
-}
-
-
-class Replica:
-    """Stands for a `ReplicaHandle`."""
-
-    def __init__(self, name: str, id: str, exited: asyncio.Future[None]) -> None:
-        self.name = name
-        self.id = id
-        self.exited = exited
-        self.ready: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self.ending = asyncio.Event()
-        self.batch_limit = 0
-        self.signature: Signature | None = SIGNATURES.get(name, SIGNATURES["shared"])
-        self.facts: dict[str, str] = {}
-        self.reason = ""
-        self.leftovers: list[str] = []
-        self.group = 0
-        self.is_reachable = self.has_place = True
-        self.is_lost_with_node = self.is_cut_off = False
-        self.is_stubborn = self.is_permanent = self.is_shortage = False
-        self.config: Deployment | None = None
-        """What it was started with."""
-        self.device = "auto"
-        self.adapters: dict[str, str] = {}
-        self.socket = ""
-
-    def get_ready(self) -> None:
-        self.ready.set_result(True)
-
-    def end(self, reason: str) -> None:
-        self.reason = self.reason or reason
-        self.ending.set()
-        if not self.ready.done():
-            self.ready.set_result(False)
-        if not self.exited.done():
-            self.exited.set_result(None)
-
-    def stop(self) -> None:
-        if not self.is_stubborn:
-            self.end("stopped")
-
-    def kill(self) -> None:
-        self.end("killed")
-
-    def account(self) -> str:
-        return self.reason
-
-    def cause(self) -> str:
-        return self.reason
-
-    async def wait_for_place(self, timeout_s: float) -> None:
-        return
-
-    async def use(self) -> GroupUse:
-        return GroupUse()
-
-    async def remains(self) -> list[str]:
-        return self.leftovers
-
-    async def ask_vllm(self, url: str, body: str, timeout_s: float) -> tuple[int, bytes]:
-        return await asyncio.to_thread(ask_socket, Path(self.socket), "POST", url, body, timeout_s)
-
-    def route(self) -> ReplicaRoute:
-        return ReplicaRoute(self.id, f"unix:{self.socket}", "")
-
-
-TASKS: set[asyncio.Task[None]] = set()
-"""Tasks that run. Tests drop supervisors, and asyncio reports tasks that are collected while they are pending."""
-
-
-class Supervisor(ChildProcesses):
-    """Stands for the supervisor: it has the sets, and does as told by the test."""
-
-    def __init__(self, deployments: dict[str, Any], allow_load: str = "settings") -> None:
-        config = Config.model_validate({"deployments": deployments, "server": {"allow_load": allow_load}})
-        super().__init__(ReplicaMemory(), (), self.drain, self.on_change)
-        self.start_slots = asyncio.Semaphore(8)
-        self.deployments = Deployments(config, self)
-        self.composites = self.deployments.composites
-        self.sets = self.deployments.sets
-        self.lifecycle = Lifecycle(self.deployments, self)
-        self.launched: list[Replica] = []
-        self.auto_ready = self.has_place = True
-        self.failing: set[str] = set()
-        """Deployments of which nothing starts."""
-        self.drains: list[tuple[str, float, list[str] | None]] = []
-        self.drain_gate: asyncio.Event | None = None
-        self.drained = Drained()
-        self.states: dict[str, list[State]] = {}
-
-    def launch(self, name: str, config: Deployment, on_progress: Callable[[str], None], fork: object) -> ReplicaHandle:
-        exited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        replica = Replica(name, f"{name}-{len(self.launched)}", exited)
-        replica.config = config
-        replica.device = config.placements[0]
-        replica.has_place = self.has_place
-        self.launched.append(replica)
-        on_progress("importing")
-        if name in self.failing:
-            replica.end("RuntimeError: no weights here")
-        elif self.auto_ready and self.has_place:
-            replica.get_ready()
-        return replica
-
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(coroutine)
-        TASKS.add(task)
-        task.add_done_callback(TASKS.discard)
-        task.add_done_callback(lambda done: done.cancelled() or done.result())
-        return task
-
-    async def wait_for_stop(self, timeout_s: float) -> None:
-        await asyncio.sleep(0 if timeout_s < 100 else timeout_s)
-
-    async def drain(self, name: str, timeout_s: float, replicas: list[str] | None) -> Drained:
-        self.drains.append((name, timeout_s, replicas))
-        if self.drain_gate is not None:
-            await self.drain_gate.wait()
-        return self.drained
-
-    def on_change(self) -> None:
-        steps = {name: one.route(1) for name, one in self.sets.items()}
-        for graph in self.composites.values():
-            graph.update(steps)
-        told: list[ReplicaSet | Composite] = [*self.sets.values(), *self.composites.values()]
-        for one in told:
-            seen = self.states.setdefault(one.name, [])
-            if not seen or seen[-1] is not one.state:
-                seen.append(one.state)
-
-    async def start(self) -> None:
-        for one in self.sets.values():
-            one.start()
-        await settle()
-
-    async def do(self, action: str, name: str, config: str | dict[str, Any] | None = None) -> CommandAnswer:
-        text = json.dumps(config) if isinstance(config, dict) else config
-        return await self.lifecycle.answer(Command(7, action, name, {} if text is None else {"config": text}))
-
-    async def told(self, action: str, name: str, config: str | dict[str, Any] | None = None) -> tuple[int, str]:
-        """Status and error."""
-        answer = await self.do(action, name, config)
-        assert answer.id == 7
-        return answer.status, answer.content.get("error", "")
-
-
-async def settle() -> None:
-    for _ in range(30):
-        await asyncio.sleep(0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - no event of the product's
-        await asyncio.sleep(0)
-
-
-def one(**fields: Any) -> dict[str, Any]:
-    return {"a": {"model": "m:A", **fields}}
-
+from tests.app.supervisor.stand_in import GRAPH, Replica, Supervisor, one, pipeline, settle, until
 
 # One deployment
 
@@ -589,10 +403,6 @@ async def test_nothing_is_started_by_a_server_that_stops() -> None:
 
 
 # A pipeline whose steps are deployments
-
-
-def pipeline(**fields: Any) -> dict[str, Any]:
-    return {"p": {"pipeline": GRAPH, **fields}, "shared": {"model": "m:Shared"}}
 
 
 async def test_a_step_goes_with_its_pipeline_only() -> None:

@@ -22,9 +22,9 @@ from headwater_server.gateway.models import Models
 from headwater_server.gateway.routes.repository import repository_routes
 from headwater_server.security.operator import OperatorGuard
 from headwater_server.supervisor.handle import ReplicaHandle
-from tests.app.dispatch.test_dispatcher import NUMBERS
-from tests.app.dispatch.test_dispatcher import Replica as Client
-from tests.app.supervisor.test_lifecycle import Supervisor, one, until
+from tests.app.dispatch.stand_in import NUMBERS
+from tests.app.dispatch.stand_in import Replica as Client
+from tests.app.supervisor.stand_in import Supervisor, one, until
 
 ASK = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1], "data": [2]}]}
 

@@ -20,17 +20,21 @@ from headwater_server.process.machine import HOST
 from headwater_server.process.proc import GroupUse
 from headwater_server.supervisor.memory_budget import MemoryBudget, ReplicaMemory
 from headwater_server.supervisor.supervisor import Supervisor as RealSupervisor
-from tests.app.supervisor.test_lifecycle import (
+from tests.app.supervisor.stand_in import (
+    BUSY,
     GRAPH,
+    QUIET,
     SIGNATURES,
+    Machine,
     Replica,
     Supervisor,
     one,
     pipeline,
+    range_of,
     settle,
+    started,
     until,
 )
-from tests.app.supervisor.test_replica_scaling import BUSY, QUIET, Machine, range_of, started
 
 # A replica that is lost while others start
 

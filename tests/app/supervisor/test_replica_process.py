@@ -56,6 +56,7 @@ def test_what_an_operator_says_is_more_than_a_quota(tmp_path: Path, monkeypatch:
     assert environment()["OMP_NUM_THREADS"] == "5"
 
 
+@pytest.mark.heavy
 def test_torch_obeys_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_process, "cpu_count", lambda: 1)
     command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]

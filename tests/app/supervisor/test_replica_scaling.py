@@ -4,95 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
-from typing import Any
 
 import pytest
 
 from headwater_server.config.schema import Deployment, Server
 from headwater_server.control.load import DeploymentLoad, LoadReport, together
-from headwater_server.control.messages import Command, CommandAnswer, Drained
 from headwater_server.control.routing import State
 from headwater_server.process.machine import HOST
-from headwater_server.supervisor.autoscaler import Autoscaler
-from headwater_server.supervisor.memory_budget import MemoryBudget, ReplicaMemory
-from headwater_server.supervisor.replica_set import ReplicaSet
-from tests.app.supervisor.test_lifecycle import GRAPH, Supervisor, one, settle, until
-
-NO_GROUP = 1 << 22
-"""The groups of the tests' replicas are numbered from here: no process has such a number, as process 1 has 1."""
-
-
-class Machine(Supervisor):
-    """With memory, of which each replica takes as much as `size` says."""
-
-    def __init__(
-        self,
-        deployments: dict[str, Any],
-        limit: int | None = None,
-        gpus: Mapping[str, int] = {},
-        allow_load: str = "settings",
-    ) -> None:
-        super().__init__(deployments, allow_load)
-        self.sizes: dict[str, int] = {}
-        """By deployment; others take 100."""
-        self.loads: dict[str, DeploymentLoad] = {}
-        self.now_s = 0.0
-        if limit is not None:
-            budget = MemoryBudget({HOST: limit, **gpus})
-            self.memory = ReplicaMemory(budget, self._measured, used=lambda: {})
-        self.utilization: Mapping[str, float] = {}
-        self.autoscaler = Autoscaler(
-            self.sets, lambda: self.loads, self.lifecycle.is_busy, self, self._see, clock=lambda: self.now_s
-        )
-
-    def _see(self, shares: Mapping[str, float]) -> None:
-        self.utilization = shares
-
-    def launch(self, name: str, *others: Any) -> Any:
-        launched = super().launch(name, *others)
-        self.launched[-1].group = NO_GROUP + len(self.launched)
-        return launched
-
-    async def drain(self, name: str, timeout_s: float, replicas: list[str] | None) -> Drained:
-        """The gate holds up what single replicas have."""
-        if replicas is None:
-            return Drained()
-        return await super().drain(name, timeout_s, replicas)
-
-    def _measured(self, groups: Collection[int]) -> dict[int, dict[str, int]]:
-        return {group: {HOST: self.sizes.get(self.launched[group - NO_GROUP - 1].name, 100)} for group in groups}
-
-    async def scale(self, name: str, least: int, most: int | None = None) -> CommandAnswer:
-        arguments = {"min": least, "max": most or least}
-        return await self.lifecycle.answer(Command(7, "scale", name, arguments))
-
-    async def tick(self, seconds: float) -> None:
-        """Let the autoscaler see so much time."""
-        for _ in range(round(seconds / 0.5)):
-            self.now_s += 0.5
-            self.autoscaler.tick()
-            await settle()
-
-    @property
-    def alive(self) -> list[str]:
-        return [replica.id for replica in self.launched if not replica.exited.done()]
-
-
-def range_of(least: int, most: int, **fields: Any) -> dict[str, Any]:
-    scaling = {"up_after_s": 1, "down_after_s": 2}
-    return one(replicas={"min": least, "max": most}, scaling=scaling, **fields)
-
-
-BUSY = DeploymentLoad("a", 9, 1.0, 1.0, 10)
-QUIET = DeploymentLoad("a", 0, 0.0, 0.0, 0)
-
-
-async def started(machine: Machine, count: int = 1, name: str = "a") -> ReplicaSet:
-    for found in machine.sets.values():
-        found.start()
-    await until(lambda: len(machine.sets[name].ready) == count)
-    return machine.sets[name]
+from headwater_server.supervisor.memory_budget import ReplicaMemory
+from tests.app.supervisor.stand_in import BUSY, GRAPH, QUIET, Machine, one, range_of, settle, started, until
 
 
 def configs(machine: Machine) -> list[Deployment]:
@@ -373,10 +293,8 @@ async def test_where_there_is_no_room_it_is_told_once_until_there_is(caplog: pyt
     machine = Machine(range_of(1, 3), limit=250)
     a = await started(machine)
     machine.loads["a"] = BUSY
-    for _ in range(40):
-        machine.now_s += 0.5
-        machine.autoscaler.tick()
-        await asyncio.sleep(0.01)  # it measures in a thread
+    while machine.measurements < 6:  # each in a thread; that of the second replica is the last with room
+        await machine.tick(0.5)
     assert (len(a.ready), a.wanted) == (2, 2)
     assert "no capacity for another replica of `a`" in a.route(1).shortage
     assert caplog.text.count("no capacity for another replica of `a`") == 1

@@ -9,8 +9,9 @@ import pytest
 
 from headwater_server.config.schema import Config, Deployment
 from headwater_server.supervisor.script_settings import Scripts
-from tests.app.supervisor.test_lifecycle import Supervisor, one
+from tests.app.supervisor.stand_in import Supervisor, one
 
+pytestmark = pytest.mark.heavy
 SCRIPT = """
 import sys
 import numpy as np

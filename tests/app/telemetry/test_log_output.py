@@ -148,6 +148,7 @@ def test_only_a_stream_with_a_file_is_replaced(capsys: pytest.CaptureFixture[str
     assert never_blocking(sys.stderr) is sys.stderr  # pytest's, in memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_read", [True, False])
 def test_a_process_ends_with_all_that_it_logged_and_waits_for_no_reader(is_read: bool) -> None:
     script = (

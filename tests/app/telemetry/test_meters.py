@@ -16,7 +16,7 @@ from headwater_server.errors import CallableFailed, DeadlineExceeded
 from headwater_server.telemetry.instruments import Histogram
 from headwater_server.telemetry.recorder import recorder, use
 from headwater_server.telemetry.store import SeriesKey, Store
-from tests.app.dispatch.test_dispatcher import Bench, settle
+from tests.app.dispatch.stand_in import Bench, settle
 
 HEADS = {"topic": HeadSpec("topic", ("t",), on_error="omit"), "mood": HeadSpec("mood", ("m",), on_error="omit")}
 

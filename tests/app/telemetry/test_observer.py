@@ -26,7 +26,7 @@ from headwater_server.telemetry.ledger import read_totals
 from headwater_server.telemetry.observer import DeploymentView, Observer, ReplicaView
 from headwater_server.telemetry.recorder import use
 from headwater_server.telemetry.store import SeriesKey, Store
-from tests.app.supervisor.test_lifecycle import Supervisor, one, settle
+from tests.app.supervisor.stand_in import Supervisor, one, settle
 
 TRANSITION = re.compile(r"(?P<name>\S+): (?P<before>[A-Z]+) -> (?P<after>[A-Z]+): ")
 

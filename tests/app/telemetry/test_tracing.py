@@ -36,12 +36,11 @@ from headwater_server.gateway.models import Models
 from headwater_server.supervisor.preflight import tracing_problems
 from headwater_server.telemetry.logs import AccessLog
 from headwater_server.telemetry.tracing import Tracing, add_model, current, exporting, use
-from tests.app.dispatch import test_frame_call as frames
 from tests.app.dispatch import test_graph as graph
-from tests.app.dispatch.test_dispatcher import settle
+from tests.app.dispatch.stand_in import ONCE, PIPELINE, FrameBench, FrameReplica, settle
 from tests.app.lm import app_with_engine as lm
 from tests.app.lm.stand_in import LIMITS
-from tests.app.telemetry import test_accounting as unary
+from tests.app.telemetry.stand_in import HANG, Gateway
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = PARENT[:-1] + "0"
@@ -114,7 +113,7 @@ async def logged() -> dict[str, Any]:
     """The line that the access log has for a request with `PARENT`."""
     lines = io.StringIO()
     log = AccessLog(lines, "json")
-    app = create_app(unary.Gateway().models, Server(), records=RequestRecords(log, StreamLimits(15, 30)))
+    app = create_app(Gateway().models, Server(), records=RequestRecords(log, StreamLimits(15, 30)))
     await ask(app, "/v2/models/m/infer", BODY, traceparent=PARENT)
     log.flush()
     line: dict[str, Any] = json.loads(lines.getvalue())
@@ -126,7 +125,7 @@ INFER = "POST /v2/models/{model}/infer"
 
 class TestTree:
     async def test_from_http_through_queue_and_replica_to_the_callable(self, spans: Spans) -> None:
-        answer = await ask(unary.Gateway().app, "/v2/models/m/infer", BODY)
+        answer = await ask(Gateway().app, "/v2/models/m/infer", BODY)
         assert answer.status_code == 200
         assert spans.tree() == {
             INFER: "", "infer m": INFER, "queue": "infer m", "replica": "infer m", "compute": "replica",
@@ -140,10 +139,10 @@ class TestTree:
         assert attributes(replica)["headwater.replica"] == "m-1"
 
     async def test_the_steps_of_a_fused_pipeline(self, spans: Spans) -> None:
-        replica = frames.Replica()
+        replica = FrameReplica()
         models = Models(lambda name, route: replica)
         route = DeploymentRoute(
-            "m", State.READY, signature=frames.PIPELINE, replicas=(ReplicaRoute("m-1", "unix:", "", "unix:grpc"),)
+            "m", State.READY, signature=PIPELINE, replicas=(ReplicaRoute("m-1", "unix:", "", "unix:grpc"),)
         )
         models.update(RoutingTable((route,)))
         asking = asyncio.create_task(ask(create_app(models, Server(access_log=False)), "/v2/models/m/infer", BODY))
@@ -214,7 +213,7 @@ class TestTree:
 
 class TestContext:
     async def test_comes_in_and_goes_out(self, spans: Spans) -> None:
-        answer = await ask(unary.Gateway().app, "/v2/models/m/infer", BODY, traceparent=PARENT, tracestate="a=b")
+        answer = await ask(Gateway().app, "/v2/models/m/infer", BODY, traceparent=PARENT, tracestate="a=b")
         http = spans.all[INFER]
         assert answer.headers["traceresponse"] == f"{PARENT[:35]}-{span_id(http):016x}-01"
         assert http.context is not None
@@ -223,7 +222,7 @@ class TestContext:
         assert trace_ids(spans.all) == {PARENT[3:35]}
 
     async def test_who_asks_decides_whether_it_is_sampled(self, spans: Spans) -> None:
-        answer = await ask(unary.Gateway().app, "/v2/models/m/infer", BODY, traceparent=UNSAMPLED)
+        answer = await ask(Gateway().app, "/v2/models/m/infer", BODY, traceparent=UNSAMPLED)
         assert answer.headers["traceresponse"].startswith(PARENT[:35])
         assert answer.headers["traceresponse"].endswith("-00")
         assert spans.all == {}
@@ -246,7 +245,7 @@ class TestContext:
         ["", "nonsense", PARENT + "-more", "00-" + "0" * 32 + PARENT[35:], "ff" + PARENT[2:], "\xff" * 55, "x" * 9000],
     )
     async def test_a_bad_one_is_as_good_as_none(self, spans: Spans, header: str) -> None:
-        app = unary.Gateway().app
+        app = Gateway().app
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
             answer = await client.post(
@@ -263,7 +262,7 @@ class TestContext:
 class TestProbes:
     @pytest.mark.parametrize("path", ["/v2/health/ready", "/v2/health/live", "/health", "/health/ready", "/metrics"])
     async def test_what_only_looks_after_the_server_is_not_traced(self, spans: Spans, path: str) -> None:
-        transport = httpx.ASGITransport(unary.Gateway().app)
+        transport = httpx.ASGITransport(Gateway().app)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
             assert "traceresponse" not in (await client.get(path)).headers
         assert spans.all == {}
@@ -273,20 +272,20 @@ class TestErrors:
     async def test_a_callable_that_raises(self, spans: Spans) -> None:
         body = {"inputs": [{**BODY["inputs"][0], "data": [1.0]}]}
 
-        assert (await ask(unary.Gateway().app, "/v2/models/m/infer", body)).status_code == 500
+        assert (await ask(Gateway().app, "/v2/models/m/infer", body)).status_code == 500
         for name in (INFER, "infer m", "replica"):
             assert attributes(spans.all[name])["error.type"] == "CallableFailed"
             assert spans.all[name].status.status_code is StatusCode.ERROR
             assert spans.all[name].status.description is None  # it may quote what a client sent
 
     async def test_a_client_s_own_fault_is_none_of_the_server(self, spans: Spans) -> None:
-        assert (await ask(unary.Gateway().app, "/v2/models/m/infer", {"inputs": 3})).status_code == 400
+        assert (await ask(Gateway().app, "/v2/models/m/infer", {"inputs": 3})).status_code == 400
         assert spans.tree() == {INFER: ""}
         assert attributes(spans.all[INFER])["error.type"] == "BadRequest"
         assert spans.all[INFER].status.status_code is StatusCode.UNSET
 
     async def test_a_replica_that_is_lost(self, spans: Spans) -> None:
-        bench = frames.Bench(frames.ONCE)
+        bench = FrameBench(ONCE)
         tracing = current()
         assert tracing is not None
         scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
@@ -301,9 +300,9 @@ class TestErrors:
         assert attributes(spans.all["infer m"])["error.type"] == "ReplicaLost"
 
     async def test_a_client_that_goes_away_while_it_waits(self, spans: Spans) -> None:
-        gateway = unary.Gateway(max_in_flight=1)
+        gateway = Gateway(max_in_flight=1)
         gone = asyncio.Event()
-        body = json.dumps({"inputs": [{**BODY["inputs"][0], "data": [unary.HANG]}]}).encode()
+        body = json.dumps({"inputs": [{**BODY["inputs"][0], "data": [HANG]}]}).encode()
         first = asyncio.create_task(gateway.ask("/v2/models/m/infer", body, asyncio.Event()))
         while not gateway.replica.hanging:  # noqa: ASYNC110 - a few turns of the loop
             await asyncio.sleep(0)
@@ -322,7 +321,7 @@ class TestErrors:
 
 class TestOff:
     async def test_there_is_no_header(self) -> None:
-        app = create_app(unary.Gateway().models, Server())
+        app = create_app(Gateway().models, Server())
         answer = await ask(app, "/v2/models/m/infer", BODY, traceparent=PARENT)
         assert "traceresponse" not in answer.headers
 

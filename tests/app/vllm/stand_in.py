@@ -263,3 +263,10 @@ def cuts(data: bytes, places: list[int]) -> Iterator[bytes]:
     """The bytes, cut at these places."""
     for start, end in zip([0, *places], [*places, len(data)], strict=True):
         yield data[start:end]
+
+
+async def hangs(exchange: Exchange) -> None:
+    """Says one thing, and then nothing."""
+    exchange.begin()
+    exchange.event(chunk("a", 1))
+    await exchange.left()

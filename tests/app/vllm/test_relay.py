@@ -25,6 +25,7 @@ from headwater_server.telemetry.recorder import recorder
 from headwater_server.vllm.answers import ChunkAnswer, GenerateRelay, RelayedAnswer, RelayedResponsesAnswer, TokenCount
 from headwater_server.vllm.relay import Relay
 from headwater_server.vllm.requests import read_request
+from tests.app.dispatch.stand_in import pass_time
 from tests.app.serving import until
 from tests.app.vllm.stand_in import (
     Bench,
@@ -34,6 +35,7 @@ from tests.app.vllm.stand_in import (
     chunk,
     completion,
     error,
+    hangs,
     request,
     says,
     usage,
@@ -72,13 +74,6 @@ async def loses(exchange: Exchange) -> None:
 
 
 async def silent(exchange: Exchange) -> None:
-    await exchange.left()
-
-
-async def hangs(exchange: Exchange) -> None:
-    """Says one thing, and then nothing."""
-    exchange.begin()
-    exchange.event(chunk("a", 1))
     await exchange.left()
 
 
@@ -252,18 +247,19 @@ async def test_a_stream_that_gives_nothing_ends_at_the_deployments_timeout() -> 
             await bench.exchanges[0].left()
 
 
-async def test_each_event_begins_the_timeout_anew() -> None:
-    async with benched(timeout_s=0.4) as bench:
+async def test_each_event_begins_the_timeout_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with benched(timeout_s=50) as bench:
 
         async def script(exchange: Exchange) -> None:
             exchange.begin()
-            for number in range(8):
+            for number in range(30):
                 exchange.event(chunk("a", number + 1))
-                await asyncio.sleep(0.1)
+                pass_time(monkeypatch, 3)
+                await asyncio.sleep(0.01)
             exchange.end()
 
         bench.replica.script = script
-        assert await told(opened(bench)) == "a" * 8
+        assert await told(opened(bench)) == "a" * 30
 
 
 @pytest.mark.slow

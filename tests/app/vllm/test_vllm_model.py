@@ -19,7 +19,7 @@ from headwater_server.vllm.answers import ChunkAnswer, TokenCount
 from headwater_server.vllm.client import VllmClient
 from headwater_server.vllm.relay import Relay
 from tests.app.serving import until
-from tests.app.vllm.stand_in import Bench, Exchange, benched, chunk, request, route_of, stand_ins
+from tests.app.vllm.stand_in import Bench, benched, hangs, request, route_of, stand_ins
 from tests.counted import count_from_zero
 
 METRICS = b"""\
@@ -35,12 +35,6 @@ vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
 def samples_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_model, "SAMPLE_S", 0.02)
     count_from_zero()
-
-
-async def hangs(exchange: Exchange) -> None:
-    exchange.begin()
-    exchange.event(chunk("a", 1))
-    await exchange.left()
 
 
 async def begun(bench: Bench, id: str = "id", **body: Any) -> tuple[Relay, Any]:

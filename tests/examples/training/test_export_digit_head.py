@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import onnx
+import pytest
 
 from examples.training.export_digit_head import ONNX_FILE, digit_head
+
+pytestmark = pytest.mark.heavy
 
 
 def test_the_shipped_file_is_what_the_script_writes() -> None:

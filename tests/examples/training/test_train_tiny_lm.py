@@ -15,6 +15,8 @@ from transformers import LlamaConfig
 from examples.training import train_tiny_lm
 from examples.training.train_tiny_lm import FOLDER, Corpus, learning_rate, train
 
+pytestmark = pytest.mark.heavy
+
 
 def test_rows_begin_with_a_chat_or_anywhere() -> None:
     plain = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))

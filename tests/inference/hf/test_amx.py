@@ -8,6 +8,7 @@ import torch
 from headwater.hf import amx
 from tests.inference.hf.linear_layers import check_layers
 
+pytestmark = pytest.mark.heavy
 has_amx = pytest.mark.skipif(not torch.cpu.get_capabilities().get("amx_bf16"), reason="this CPU lacks AMX")
 
 

@@ -16,6 +16,7 @@ from headwater.runtime.loader import load_model
 from headwater.signature import Signature
 from tests.inference.hf.folders import TEXTS, bert, change, pipeline
 
+pytestmark = pytest.mark.heavy
 LABELS = ("tax", "animal", "place")
 
 

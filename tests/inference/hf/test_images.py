@@ -20,6 +20,7 @@ from headwater.model import Model
 from headwater.runtime.loader import load_model
 from tests.inference.hf.folders import pipeline, vit
 
+pytestmark = pytest.mark.heavy
 LABELS = ("boat", "port")
 
 

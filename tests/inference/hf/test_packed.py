@@ -15,6 +15,7 @@ from headwater.hf.onednn import OneDnnLinear
 from headwater.hf.packed import pack
 from tests.inference.hf.folders import LIBRARY
 
+pytestmark = pytest.mark.heavy
 LENGTHS = (5, 1, 12, 5, 7, 12, 3)
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 

@@ -19,6 +19,7 @@ from headwater.signature import Signature
 from headwater.zoo.text import weights_folder
 from tests.inference.hf.folders import TEXTS, change, sentences
 
+pytestmark = pytest.mark.heavy
 QUERY: dict[str, Any] = {"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": "query"}
 
 

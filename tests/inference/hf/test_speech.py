@@ -18,6 +18,8 @@ from headwater.model import Model
 from headwater.runtime.loader import load_model
 from tests.inference.hf.folders import RATE, pipeline, wav, wav2vec2, whisper
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

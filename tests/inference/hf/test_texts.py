@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from headwater.hf.texts import PASS_TOKENS, computed, filled, similar
 
+pytestmark = pytest.mark.heavy
+
 
 def cost(groups: list[Any], lengths: np.ndarray[Any, Any], pass_tokens: int) -> int:
     """The tokens that are computed, and what the passes cost."""

@@ -13,6 +13,7 @@ from headwater.errors import LoadError
 from headwater.runtime.loader import load_model
 from tests.inference.hf.folders import TEXTS, bert, pipeline
 
+pytestmark = pytest.mark.heavy
 LABELS = ("O", "B-PER", "I-PER", "B-LOC")
 
 

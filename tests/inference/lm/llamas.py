@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -131,3 +132,21 @@ def differs(got: Sequence[int], expected: Sequence[int], leads: Sequence[float])
             assert lead < TIE, f"{one} instead of {other}, which leads by {lead}"
             return True
     return False
+
+
+class Short:
+    """Makes a model's forward run out of memory where more rows, or more tokens in all, come at once than it allows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Any, *, rows: int = 999, tokens: int = 999) -> None:
+        forward = model.forward
+        self.rows, self.tokens = rows, tokens
+        self.failures = 0
+
+        def short(input_ids: torch.Tensor, logits_to_keep: Any = 0, **rest: Any) -> Any:
+            output = forward(input_ids, logits_to_keep=logits_to_keep, **rest)
+            if input_ids.shape[0] > self.rows or input_ids.numel() > self.tokens:
+                self.failures += 1
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return output
+
+        monkeypatch.setattr(model, "forward", short)

@@ -20,6 +20,7 @@ from headwater.lm.sampling import Choice, Sampler
 from headwater.lm.slot_engine import SlotEngine
 from tests.inference.lm.llamas import prompt_of, request, run, tiny, tokens
 
+pytestmark = pytest.mark.heavy
 FOLDER = Path(__file__).parents[3] / "inference" / "headwater" / "zoo" / "weights" / "tiny_lm"
 LONG: dict[str, Any] = {"max_position_embeddings": 1024}
 LLAMA = tiny()

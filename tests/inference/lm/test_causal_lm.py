@@ -12,6 +12,8 @@ from headwater.lm.causal_lm import load_causal_lm
 from headwater.lm.slot_engine import SlotEngine
 from tests.inference.lm.llamas import differs, generated, prompt_of, request, run, tiny, tokens
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

@@ -24,6 +24,7 @@ from headwater.lm.slot_cache import SlotCache
 from headwater.lm.slot_engine import SlotEngine
 from tests.inference.lm.llamas import differs, generated, prompt_of, request, run, tiny, tokens
 
+pytestmark = pytest.mark.heavy
 FORBIDDEN = {"aten.item.default", "aten._local_scalar_dense.default", "aten.nonzero.default"}
 """Operators that wait for the GPU, which a recording cannot."""
 
@@ -247,7 +248,6 @@ def test_lengths_of_graphs_are_at_most_a_fourth_more_than_needed() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_graphs_give_what_kernels_one_by_one_give(monkeypatch: pytest.MonkeyPatch) -> None:
     replays: list[torch.cuda.CUDAGraph] = []
     replay = torch.cuda.CUDAGraph.replay
@@ -273,7 +273,6 @@ def test_on_a_gpu_graphs_give_what_kernels_one_by_one_give(monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_a_step_that_cannot_be_recorded_harms_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

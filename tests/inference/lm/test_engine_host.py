@@ -24,17 +24,7 @@ from headwater.lm.host_channel import ChannelLimits
 from headwater.lm.null_engine import NullEngine
 from headwater.wire.arrays import Array
 from headwater.wire.frame import FRAME
-from headwater.wire.lm import (
-    CONTROL,
-    Message,
-    Open,
-    Post,
-    SequenceEvent,
-    StepFrame,
-    Submit,
-    decode_frame,
-    encode,
-)
+from headwater.wire.lm import CONTROL, Message, Open, Post, SequenceEvent, StepFrame, Submit, decode_frame, encode
 from headwater.wire.parcel import PARCEL_WINDOW, STREAM_WINDOW, ChannelNote, decode_parcel
 from headwater.wire.report import HEADWATER, CallNote
 from tests.services.engines import Fault, FaultyEngine

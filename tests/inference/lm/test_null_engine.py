@@ -10,6 +10,7 @@ from headwater.lm.null_engine import NullEngine
 from tests.inference.lm.llamas import by_id, request, run, tokens
 from tests.services.engines import FaultyEngine
 
+pytestmark = pytest.mark.heavy
 LIMITS = EngineLimits(max_sequences=2, max_waiting=1, context_length=50, cache_tokens=100, vocab_size=10)
 
 

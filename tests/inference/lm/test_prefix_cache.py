@@ -30,6 +30,7 @@ from tests.inference.lm.llamas import (
     tokens,
 )
 
+pytestmark = pytest.mark.heavy
 LLAMA = tiny()
 LONG = tiny(max_position_embeddings=1024)
 

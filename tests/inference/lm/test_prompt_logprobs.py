@@ -17,6 +17,7 @@ from headwater.lm.null_engine import NullEngine
 from headwater.lm.slot_engine import SlotEngine
 from tests.inference.lm.llamas import VOCAB_SIZE, by_id, prompt_of, request, tiny, tokens
 
+pytestmark = pytest.mark.heavy
 LLAMA = tiny()
 TINY_LM = Path(headwater.zoo.__file__).parent / "weights" / "tiny_lm"
 

@@ -10,17 +10,9 @@ import torch
 from headwater.errors import ReplicaError
 from headwater.lm.rotary import switches_of
 from headwater.lm.slot_engine import SlotEngine
-from tests.inference.lm.llamas import (
-    LONG_ROPE,
-    ORIGINAL,
-    differs,
-    generated,
-    prompt_of,
-    request,
-    run,
-    tiny,
-    tokens,
-)
+from tests.inference.lm.llamas import LONG_ROPE, ORIGINAL, differs, generated, prompt_of, request, run, tiny, tokens
+
+pytestmark = pytest.mark.heavy
 
 
 def answers(engine: SlotEngine, **prompts: list[int]) -> dict[str, list[int]]:

@@ -25,6 +25,7 @@ from headwater.engine import Sampling
 from headwater.lm import sampling as module
 from headwater.lm.sampling import Allowed, Biases, Choice, Sampler, choose, filtered, penalised
 
+pytestmark = pytest.mark.heavy
 CPU = torch.device("cpu")
 SEEDS = st.integers(0, 2**31)
 VOCABS = st.sampled_from([1, 2, 5, 50, 3000])

@@ -20,6 +20,7 @@ from headwater.runtime.capacity import Capacity
 from tests.inference.lm.llamas import (
     CONTEXT,
     VOCAB_SIZE,
+    Short,
     by_id,
     differs,
     generated,
@@ -32,6 +33,7 @@ from tests.inference.lm.llamas import (
     tokens,
 )
 
+pytestmark = pytest.mark.heavy
 LLAMA = tiny()
 SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=7)
 
@@ -425,24 +427,6 @@ class TestAFailure:
         assert reasons == ["RuntimeError: CUDA error: device-side assert triggered"]
 
 
-class Short:
-    """Makes a model's forward run out of memory where more rows, or more tokens in all, come at once than it allows."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Any, *, rows: int = 999, tokens: int = 999) -> None:
-        forward = model.forward
-        self.rows, self.tokens = rows, tokens
-        self.failures = 0
-
-        def short(input_ids: torch.Tensor, logits_to_keep: Any = 0, **rest: Any) -> Any:
-            output = forward(input_ids, logits_to_keep=logits_to_keep, **rest)
-            if input_ids.shape[0] > self.rows or input_ids.numel() > self.tokens:
-                self.failures += 1
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-            return output
-
-        monkeypatch.setattr(model, "forward", short)
-
-
 class TestMemory:
     REQUESTS = tuple((prompt_of(4 + 3 * number, number), 12 + number) for number in range(6))
 
@@ -632,7 +616,6 @@ class TestTheCache:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_too_greedy_output_is_that_of_generate() -> None:
     model = tiny().to("cuda")
     engine = engine_of(model)

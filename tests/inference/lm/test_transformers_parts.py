@@ -25,6 +25,7 @@ from headwater.lm.transformers_parts import (
 from headwater.lm.transformers_versions import OVERRIDDEN
 from tests.inference.lm.llamas import LONG_ROPE, ORIGINAL, tiny
 
+pytestmark = pytest.mark.heavy
 QUANTIZED = {"quant_method": "bitsandbytes", "load_in_8bit": True}
 
 

@@ -17,6 +17,7 @@ import headwater.lm
 from headwater.errors import LoadError
 from headwater.lm.transformers_versions import OVERRIDDEN, PARTS, TESTED, check_transformers
 
+pytestmark = pytest.mark.heavy
 TITLE = "model lm:folder"
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.inference.bindings import found_in
 
+pytestmark = pytest.mark.heavy
 SCRIPT = """
 import threading
 import numpy as np

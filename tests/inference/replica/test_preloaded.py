@@ -160,6 +160,7 @@ def waiting(started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tu
     return one, wait_for(lambda: said(tmp_path), 30, "a binder")["pid"]
 
 
+@pytest.mark.slow
 def test_a_binder_that_waits_binds_the_next_replica(waiting: tuple[Preloaded, int], tmp_path: Path) -> None:
     one, pid = waiting
     assert one.fork("failing:Model", str(tmp_path))[-1].event == "failed"

@@ -35,6 +35,7 @@ from headwater_server.process.sweep import Journal, segments_mapped_by, sweep_re
 from tests.inference.lm.llamas import request, run
 from tests.running import processes_of
 
+pytestmark = pytest.mark.heavy
 TINY = "lm:headwater.zoo:weights/tiny_lm"
 ENGINES = """
 from pathlib import Path

@@ -16,6 +16,7 @@ from headwater.errors import LoadError, ReplicaError
 from headwater.runtime.compiled import begin_graphs, compile_modules, compiler_problem
 from headwater.signature import Signature
 
+pytestmark = pytest.mark.heavy
 TORCHS_OWN_WARNING = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 
 

@@ -11,6 +11,7 @@ import torch
 
 from headwater.runtime.device import breaks_device, free_memory, is_out_of_memory, streams_of
 
+pytestmark = pytest.mark.heavy
 MEMORY = [
     "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB",
     "torch.OutOfMemoryError: HIP out of memory",

@@ -20,6 +20,7 @@ from headwater.runtime.fused import FusedPipeline
 from headwater.wire.frame import CacheCount
 from tests.pipelines import Stage, Word, ask, fused, only, plan_of, rows
 
+pytestmark = pytest.mark.heavy
 Array = np.ndarray[Any, Any]
 
 ROW: Final = ROW_BYTES + 4

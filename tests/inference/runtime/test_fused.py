@@ -26,6 +26,7 @@ from headwater.wire.report import HEADWATER, CallNote, RowReport, Status
 from headwater.wire.shared_memory import SharedCall
 from tests.pipelines import Answer, Request, Stage, Word, ask, decoded, fused, hear, only, rows, totals
 
+pytestmark = pytest.mark.heavy
 Array = np.ndarray[Any, Any]
 
 

@@ -18,6 +18,7 @@ from headwater.hf.folder import HfFolder
 from headwater.runtime.loader import load_model
 from tests.inference.hf.folders import bert, change
 
+pytestmark = pytest.mark.heavy
 LABELS = {"0": "a", "1": "b"}
 
 

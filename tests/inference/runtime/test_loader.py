@@ -272,7 +272,7 @@ def test_the_probe_keeps_its_answers_when_a_module_ends_the_process(write: Write
     assert [finding["name"] for finding in probe([good, deadly])] == ["good"]
 
 
-@pytest.mark.torch
+@pytest.mark.heavy
 def test_the_probe_names_a_gpu_that_is_absent() -> None:
     torch = pytest.importorskip("torch")
     wanted = f"cuda:{torch.cuda.device_count()}"

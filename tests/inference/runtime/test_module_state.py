@@ -11,7 +11,7 @@ from torch.export import Dim
 
 from headwater.runtime.module_state import changed, copies, program_writes, script_writes
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.heavy
 
 
 class Inner(torch.nn.Module):

@@ -26,7 +26,9 @@ from headwater.runtime.step import Given, Step
 from headwater.signature import Signature, TensorSpec
 from headwater.wire.arrays import Array, as_objects
 from headwater.wire.report import Status
+from tests.pipelines import Request
 
+pytestmark = pytest.mark.heavy
 FLOAT = TensorProto.FLOAT
 
 Port = tuple[str, int, Sequence[int | str | None] | None]
@@ -90,14 +92,6 @@ def refusal(path: object, /, **options: Any) -> str:
 
 def signature(model: Model) -> Signature:
     return Signature.of(model, name="onnx", max_batch_size=8)
-
-
-class Request:
-    """As Triton hands it over."""
-
-    def __init__(self, **data: Array) -> None:
-        self.data = data
-        self.parameters: dict[str, Any] | None = None
 
 
 # What is declared
@@ -242,7 +236,7 @@ def test_a_row_that_is_wrong_fails_alone(identity: Write) -> None:
     model = loaded(identity(TensorProto.STRING, ["n"]))
     runner = Runner(model, signature(model), "cpu")
     rows = np.array([[b"a"], [b"\xff"], [b"c"]], object)
-    (answer,) = asyncio.run(runner.handle([Request(x=rows)]))
+    (answer,) = asyncio.run(runner.handle([Request({"x": rows})]))
     assert answer["y"].tolist() == [[b"a"], [b""], [b"c"]]
 
 

@@ -14,6 +14,7 @@ from pytriton.proxy.validators import TritonResultsValidator
 from headwater.errors import DeclarationError
 from headwater.runtime.pytriton_checks import check_config, check_responses, declared
 
+pytestmark = pytest.mark.heavy
 Y = np.ones((2, 3), np.float32)
 TEXT = np.array([[b"a"], [b"b"]], object)
 

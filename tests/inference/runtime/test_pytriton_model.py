@@ -18,6 +18,7 @@ import pytest
 from headwater.runtime import pytriton_stand_in
 from tests.running import SERVICES
 
+pytestmark = pytest.mark.heavy
 ROOT = Path(__file__).parents[3]
 SCRIPTS = SERVICES / "scripts"
 PAGE = ROOT / "docs" / "from-pytriton.md"

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from pytriton.decorators import batch
 
 from headwater.runtime.pytriton_shared import shared_objects
 
+pytestmark = pytest.mark.heavy
 COUNTS = [0]
 WEIGHTS = np.zeros(3)
 seen: list[int] = []

@@ -28,6 +28,7 @@ from headwater.runtime import pytriton_stand_in
 from headwater.runtime.pytriton_stand_in import pytriton as stand_in
 from tests.inference.bindings import found_in
 
+pytestmark = pytest.mark.heavy
 PACKAGES = (stand_in, pytriton)
 FOLDER = Path(pytriton_stand_in.__file__).parent
 MODULES = (

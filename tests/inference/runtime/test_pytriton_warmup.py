@@ -13,6 +13,7 @@ from pytriton.model_config.common import ModelWarmup, WarmupInput, generate_warm
 from headwater.errors import DeclarationError
 from headwater.runtime.pytriton_warmup import warmup_calls
 
+pytestmark = pytest.mark.heavy
 TYPES = (
     np.bool_, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint64, np.int64, np.float16, np.float64, object,
 )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -17,12 +16,7 @@ from headwater.runtime.runner import Runner
 from headwater.signature import Signature
 from headwater.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, decode_reports
 from headwater.wire.shared_memory import SHARED_FROM_BYTES, SharedCall, placed_outputs
-
-
-@dataclass
-class Request:
-    data: dict[str, Any]
-    parameters: dict[str, Any] | None = field(default=None)
+from tests.pipelines import Request
 
 
 class Echo(Model):

@@ -26,6 +26,7 @@ from headwater.signature import Signature
 from headwater.wire.report import RowReport, Status
 from tests.pipelines import Stage, ask, fused, only, rows, totals
 
+pytestmark = pytest.mark.heavy
 Array = np.ndarray[Any, Any]
 
 

@@ -26,7 +26,7 @@ from headwater.runtime.step import Given
 from headwater.runtime.torch_model import ScriptModel
 from headwater.signature import Signature
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.heavy
 X = {"name": "x", "datatype": "FP32", "shape": [4]}
 Y = {"name": "y", "datatype": "FP32", "shape": [4]}
 

@@ -12,6 +12,7 @@ from headwater.errors import BadOutput
 from headwater.runtime.values import checked, converted, copied, joined, overlaps, rows_of, settled, version_of
 from headwater.signature import TensorSpec
 
+pytestmark = pytest.mark.heavy
 FEATURES = TensorSpec("features", "FP32", (384,))
 Array = np.ndarray[Any, Any]
 

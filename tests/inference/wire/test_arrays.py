@@ -14,6 +14,7 @@ from headwater.errors import BadOutput
 from headwater.signature import TensorSpec
 from headwater.wire.arrays import MOST_RAGGED, argument, fetched, ragged, wire
 
+pytestmark = pytest.mark.heavy
 X = TensorSpec("x", "FP32", (3,))
 
 

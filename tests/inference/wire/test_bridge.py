@@ -23,16 +23,7 @@ from hypothesis.extra import numpy as npst
 from headwater.replica import callee
 from headwater.runtime.call_loop import CallLoop
 from headwater.wire import bridge
-from headwater.wire.bridge import (
-    HEAD,
-    TritonPythonModel,
-    describe,
-    install,
-    message,
-    read_body,
-    socket_path,
-    tensors,
-)
+from headwater.wire.bridge import HEAD, TritonPythonModel, describe, install, message, read_body, socket_path, tensors
 from headwater.wire.triton_words import is_process_lost
 
 TIMEOUT_S = 30

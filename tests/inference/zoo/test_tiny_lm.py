@@ -15,6 +15,7 @@ from transformers.utils import logging
 from examples.training.tiny_lm_data import collect
 from examples.training.train_tiny_lm import FOLDER, SPECIAL, held_out_loss
 
+pytestmark = pytest.mark.heavy
 # Written for this test, so in no corpus.
 UNSEEN = '''"""Keep the lines of a log that a reader has not yet seen."""
 

@@ -13,6 +13,8 @@ from examples.training.digits_data import SPLIT_SEED, Floats, LabelledImages, an
 from headwater.signature import Signature, TensorSpec
 from headwater.zoo.digits import FEATURES, WEIGHTS, DecoderNet, Digit, Digits, Parity, Reconstruction, Trunk, load_part
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[Digits]:

@@ -19,6 +19,7 @@ from headwater.signature import Signature, TensorSpec
 from headwater.zoo import text as text_module
 from headwater.zoo.text import MAX_TOKENS, Encoder, SentenceEmbedding, Text, ZeroShot, weights_folder
 
+pytestmark = pytest.mark.heavy
 TEXTS = {
     "a sentence": "The quick brown fox jumps over the lazy dog.",
     "one word": "Fox",

@@ -14,7 +14,8 @@ from headwater_server.cli.bench.job import Job, Load, RequestSet
 from headwater_server.cli.bench.open_loop import PreciseTimer, arrival_times, open_loop
 from headwater_server.cli.bench.outcomes import Outcomes
 from headwater_server.cli.bench.request_bodies import Body
-from tests.load_target import Answer, Asked, load_target
+from tests.load_target import Answer, Asked, LoadTarget, load_target
+from tests.running import wait_for
 
 
 def run(url: str, rate_per_s: float, seconds: float, *, timeout_s: float = 30.0, **options: object) -> Outcomes:
@@ -101,13 +102,16 @@ def test_a_server_that_is_not_there_ends_the_run(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_stopped_run_has_what_was_measured_until_then() -> None:
-    async def stopped(url: str) -> Outcomes:
+    async def stopped(target: LoadTarget) -> Outcomes:
         stop = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.4, stop.set)
-        return await open_loop(Job(RequestSet(url, "m", (Body(b"{}"),)), Load(rate_per_s=100), 60, 0), stop)
+        job = Job(RequestSet(target.url, "m", (Body(b"{}"),)), Load(rate_per_s=100), 60, 0)
+        running = asyncio.create_task(open_loop(job, stop))
+        await asyncio.to_thread(wait_for, lambda: target.asked.get("POST /v2/models/m/infer", 0) >= 10)
+        stop.set()
+        return await running
 
     with load_target(lambda asked: Answer(delay_s=0.01)) as target:
-        outcomes = asyncio.run(stopped(target.url))
+        outcomes = asyncio.run(stopped(target))
     assert outcomes.answers > 0
     assert not outcomes.errors
     assert 0 < outcomes.elapsed_s < 60

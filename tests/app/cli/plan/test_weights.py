@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from headwater_server.cli.plan.measuring import Weights, weigh_deployment
 from headwater_server.config.schema import Deployment
 from tests.running import SERVICES
@@ -22,6 +24,7 @@ def test_without_torch_it_is_how_much_the_process_grew() -> None:
     assert 50 * MIB <= found.bytes < 60 * MIB
 
 
+@pytest.mark.heavy
 def test_torchs_tensors_are_counted() -> None:
     found = weigh("headwater.zoo.digits:Trunk", device="cpu")
     assert found.how == "tensors"

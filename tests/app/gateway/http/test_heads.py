@@ -9,7 +9,7 @@ from urllib.parse import unquote
 import pytest
 from starlette.types import ASGIApp, Message
 
-from tests.app.telemetry import test_accounting as unary
+from tests.app.telemetry.stand_in import Gateway
 
 SIZES = (4_000, 30_000)
 TIMES = 200
@@ -59,7 +59,7 @@ async def peak_bytes(method: str, target: str, headers: dict[str, bytes]) -> int
         await app(scope, receive, send)
         assert 200 <= statuses[0] < 500
 
-    app = unary.Gateway().app
+    app = Gateway().app
     await ask(app)
     gc.collect()
     tracemalloc.start()

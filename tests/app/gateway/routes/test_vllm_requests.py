@@ -31,6 +31,7 @@ from tests.app.vllm.stand_in import (
     completion,
     embeddings,
     error,
+    hangs,
     route_of,
     says,
     stand_ins,
@@ -75,12 +76,6 @@ async def vllm_gateway(keys: KeyRing | None = None, names: str = "a", **fields: 
                 yield Gateway(client, server.port, replicas, models)
             await until(lambda: models.is_idle)
         models.close()
-
-
-async def hangs(exchange: Exchange) -> None:
-    exchange.begin()
-    exchange.event(chunk("a", 1))
-    await exchange.left()
 
 
 async def endless(exchange: Exchange) -> None:

@@ -21,6 +21,7 @@ from headwater_server.lm.text.chat_template import ChatTemplate
 from headwater_server.lm.text.tokenizer import Tokenizer
 from tests.app.lm.text.tokenizer_files import model_folder
 
+pytestmark = pytest.mark.heavy
 CHATML: Final = (
     "{% for message in messages %}"
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"

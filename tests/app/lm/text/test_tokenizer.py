@@ -16,6 +16,7 @@ from headwater_server.lm.text.detokenizer import Detokenizer
 from headwater_server.lm.text.tokenizer import Tokenizer
 from tests.app.lm.text.tokenizer_files import FAMILIES, byte_level, model_folder
 
+pytestmark = pytest.mark.heavy
 BACKEND = {"tokenizer_class": "TokenizersBackend"}
 PLAIN = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": False}
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
