@@ -255,6 +255,9 @@ class Reranking:
         document: the ``BYTES [1]`` input that takes one document per row.
         score: the ``FP32 [1]`` output that says how well the document answers the query; higher is better.
         tokens: the ``INT32 [1]`` output with the number of tokens of each pair, for ``usage``.
+
+    The gateway recognizes one more feature by its name: an ``int`` parameter ``max_tokens_per_doc`` (``per="row"``)
+    cuts the document to that number of tokens.
     """
 
     query: str

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 from benchmarks.environments import Environments
 from tests.app.lm.scripted import FOLDER as TINY_LM
 from tests.app.lm.tool_text import tool_folder
+from tests.inference.hf.folders import bert
 from tests.running import serve
 
 __all__: list[str] = []
@@ -34,6 +35,8 @@ CLIENTS: Final = Environments(
         "aiperf": "aiperf",
         "guidellm": "guidellm",
         "kserve": "kserve",
+        "cohere": "cohere",
+        "tei": "huggingface_hub",
     },
 )
 CONTEXT_LENGTH: Final = 2048
@@ -50,16 +53,19 @@ class Result(NamedTuple):
 
 def configuration(folder: Path) -> dict[str, Any]:
     """What the server serves: tiny-lm, made in this folder, with a chat template that knows tools and a context that
-    holds their schemas; and other models."""
+    holds their schemas; networks with random weights that rank and classify; and other models."""
     model = tool_folder(folder / "tiny_lm", "hermes")
     shutil.copy(TINY_LM / "model.safetensors", model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT_LENGTH}))
+    bert(folder / "reranker", "BertForSequenceClassification", ("relevant",))
+    bert(folder / "classifier", "BertForSequenceClassification", ("tax", "animal"))
     return {
         "deployments": {
             "tiny-lm": {"model": f"lm:{model}"},
             "text": {"model": "headwater.zoo.text:Text", "threads": 1},
             "mirror": {"model": "typed:Mirror", "batching": {"max_batch_size": 8}},
+            **{name: {"model": f"hf:{folder / name}", "threads": 1} for name in ("reranker", "classifier")},
         }
     }
 

@@ -16,19 +16,19 @@ from headwater_server.config.schema import Server
 from headwater_server.errors import CallableFailed, HeadwaterError, MethodNotAllowed, NotFound
 from headwater_server.gateway.http.bodies import BodyReader
 from headwater_server.gateway.http.body_budget import ALL_BODIES_BYTES, BodyBudget
-from headwater_server.gateway.http.endpoint import EndpointRoute, HeadAsGet
+from headwater_server.gateway.http.endpoint import BodyEndpoint, EndpointRoute, HeadAsGet
 from headwater_server.gateway.http.entry import INFER_PATH, Entry, RequestRecords
 from headwater_server.gateway.http.event_stream import StreamLimits
 from headwater_server.gateway.http.replies import Reply, error_reply, internal_error
 from headwater_server.gateway.models import Models
 from headwater_server.gateway.openapi.openapi_schema import openapi_schema
-from headwater_server.gateway.routes.classify import ClassifyEndpoint
-from headwater_server.gateway.routes.embeddings import EmbeddingsEndpoint
+from headwater_server.gateway.routes import classify, cohere, embeddings, pooling, rerank, tei
 from headwater_server.gateway.routes.generate import GenerateEndpoint
 from headwater_server.gateway.routes.infer import InferEndpoint
+from headwater_server.gateway.routes.invocations import InvocationsEndpoint
+from headwater_server.gateway.routes.mapped import MappedEndpoint
 from headwater_server.gateway.routes.metadata import health_routes, metadata_routes, openai_model_routes
 from headwater_server.gateway.routes.pages import docs_routes, page_routes
-from headwater_server.gateway.routes.rerank import RerankEndpoint
 from headwater_server.gateway.routes.texts import CancelEndpoint, OpenAITextEndpoint
 from headwater_server.gateway.routes.tokenization import TokenizationEndpoint
 from headwater_server.gateway.routes.transcriptions import TranscriptionsEndpoint
@@ -49,6 +49,19 @@ CORS_ANSWER_HEADERS: Final = (
     "Headwater-Cache", "Headwater-Version", "Inference-Header-Content-Length", "Retry-After", "X-Request-Id",
 )  # fmt: skip
 """Headers of answers that scripts may read, besides the few that CORS always allows."""
+_MAPPED: Final = {
+    "/v1/embeddings": embeddings.respond,
+    **dict.fromkeys(("/v1/embed", "/v2/embed"), cohere.respond),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank"), rerank.respond),
+    "/rerank": tei.rerank_any,
+    **dict.fromkeys(("/v1/classify", "/classify"), classify.respond),
+    **dict.fromkeys(("/v1/score", "/score"), pooling.score),
+    "/pooling": pooling.pool,
+    "/embed": tei.embed_texts,
+    "/similarity": tei.similarity,
+    "/predict": tei.predict,
+}
+"""The routes over models' mappings."""
 
 
 def body_reader(server: Server) -> BodyReader:
@@ -105,6 +118,7 @@ def create_app(
     gateway.include_router(health_routes(models, has_keys=keys is not None))
     gateway.include_router(metadata_routes(models, reader))
     gateway.include_router(openai_model_routes(models))
+    gateway.include_router(tei.info_routes(models))
     for router in routers:
         gateway.include_router(router)
     if "ui" in server.pages:
@@ -133,7 +147,13 @@ def _inference_routes(models: Models, reader: BodyReader) -> list[EndpointRoute]
     infer = InferEndpoint(models, reader)
     generate = GenerateEndpoint(models, reader, pool, streams=False)
     generate_stream = GenerateEndpoint(models, reader, pool, streams=True)
-    rerank = RerankEndpoint(models, reader)
+    bodies: dict[str, BodyEndpoint] = {
+        "/v1/chat/completions": OpenAITextEndpoint(models, reader, ChatRequest, pool),
+        "/v1/completions": OpenAITextEndpoint(models, reader, CompletionRequest, pool),
+        "/v1/responses": OpenAITextEndpoint(models, reader, ResponsesRequest, pool),
+        **{path: MappedEndpoint(models, reader, respond) for path, respond in _MAPPED.items()},
+    }
+    invocations = InvocationsEndpoint(models, reader, bodies)
     return [
         EndpointRoute(INFER_PATH, infer),
         EndpointRoute("/v2/models/{model}/versions/{version}/infer", infer),
@@ -143,13 +163,10 @@ def _inference_routes(models: Models, reader: BodyReader) -> list[EndpointRoute]
         EndpointRoute("/v2/models/{model}/versions/{version}/generate_stream", generate_stream),
         # An id may contain slashes.
         EndpointRoute("/v2/requests/{request_id:path}/cancel", CancelEndpoint(models)),
-        EndpointRoute("/v1/chat/completions", OpenAITextEndpoint(models, reader, ChatRequest, pool)),
-        EndpointRoute("/v1/completions", OpenAITextEndpoint(models, reader, CompletionRequest, pool)),
-        EndpointRoute("/v1/responses", OpenAITextEndpoint(models, reader, ResponsesRequest, pool)),
-        EndpointRoute("/v1/embeddings", EmbeddingsEndpoint(models, reader)),
-        *(EndpointRoute(path, rerank) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+        *(EndpointRoute(path, endpoint) for path, endpoint in bodies.items()),
+        *(EndpointRoute(path, invocations) for path in ("/invocations", "/")),
+        *(EndpointRoute(path, tei.RefusingEndpoint()) for path in tei.REFUSED),
         EndpointRoute("/v1/audio/transcriptions", TranscriptionsEndpoint(models, reader)),
-        EndpointRoute("/v1/classify", ClassifyEndpoint(models, reader)),
         EndpointRoute("/tokenize", TokenizationEndpoint(models, reader, TokenizeRequest, pool)),
         EndpointRoute("/detokenize", TokenizationEndpoint(models, reader, DetokenizeRequest, pool)),
     ]

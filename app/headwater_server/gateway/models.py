@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -14,7 +14,7 @@ from headwater_server.codecs.generate_body import GenerateDecoder, GenerateEncod
 from headwater_server.codecs.infer_request import RequestDecoder
 from headwater_server.codecs.infer_response import ResponseEncoder
 from headwater_server.control.messages import Drain, Drained, ReplicaLoss
-from headwater_server.control.routing import DeploymentRoute, RoutingTable
+from headwater_server.control.routing import DeploymentRoute, RoutingTable, unavailable
 from headwater_server.dispatch.admission import QueueBudget
 from headwater_server.dispatch.deployment_protocol import Dispatcher, Fail, TensorDispatcher, drain
 from headwater_server.dispatch.pool import Connect
@@ -279,6 +279,31 @@ class Models:
             names = self._names(lambda route: getattr(route.signature, mapping, None) is not None)
             fix = model.route.kind.embedding_hint if mapping == "embedding" else ""
             raise BadRequest(f"model: `{model.name}` {_LACKS[mapping]}; models that do: {names}{fix}", field="model")
+
+    def only(self, mappings: Sequence[str]) -> str:
+        """The name of the only deployment that has at least one of these mappings.
+
+        Raises:
+            BadRequest: several deployments have one, or none has.
+            Unavailable: none has one so far, and a deployment has not loaded yet.
+        """
+
+        def is_mapped(route: DeploymentRoute) -> bool:
+            return any(getattr(route.signature, mapping, None) is not None for mapping in mappings)
+
+        names = [model.name for model in self if is_mapped(model.route)]
+        starting = (model.route for model in self if model.route.signature is None and not model.route.is_set_aside)
+        if not names and (route := next(starting, None)) is not None:
+            raise unavailable(route)
+        if len(names) != 1:
+            message = "model: expected a name in the body, or ?model=NAME, got neither; models that can be meant: "
+            raise BadRequest(message + self._names(is_mapped), field="model")
+        return names[0]
+
+    def mapping_of(self, name: str, mappings: Sequence[str]) -> str:
+        """Which of these mappings a deployment has; the first if it has none of them or several. Raises `NotFound`."""
+        signature = self.get(name).route.signature
+        return next((mapping for mapping in mappings if getattr(signature, mapping, None) is not None), mappings[0])
 
     def language_model(self, model: ServedModel) -> LmDispatcher:
         """A deployment's dispatcher, if it is a language model.

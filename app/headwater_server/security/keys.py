@@ -29,11 +29,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}\Z")
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 OPEN: Final[tuple[Scope, ...]] = ()
 """No key is required."""
-_HEALTH: Final = re.compile(r"/(health(/ready)?|v2/health/(live|ready)|v2/models/[^/]+(/versions/[^/]+)?/ready)\Z")
+_HEALTH: Final = re.compile(r"/(ping|health(/ready)?|v2/health/(live|ready)|v2/models/[^/]+(/versions/[^/]+)?/ready)\Z")
 _PAGES: Final = ("/", "/docs")
 """Pages without data: their scripts fetch data with the reader's key."""
 _FILES: Final = ("/static/", "/docs/assets/")
-_UNDER_THE_ROOT: Final = ("/tokenize", "/detokenize", "/rerank", "/v2/rerank")
+_UNDER_THE_ROOT: Final = (
+    "/", "/classify", "/decode", "/detokenize", "/embed", "/embed_all", "/embed_sparse", "/invocations", "/pooling",
+    "/predict", "/rerank", "/score", "/similarity", "/tokenize", "/v2/embed", "/v2/rerank",
+)  # fmt: skip
 """Inference routes without the prefix ``/v1/``, for compatibility with other servers' APIs."""
 PerSecond = Annotated[float, msgspec.Meta(gt=0, le=1_000_000)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]

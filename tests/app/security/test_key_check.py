@@ -119,10 +119,13 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("GET", "/openapi.json"): ANY,
     ("GET", "/health"): (),
     ("GET", "/health/ready"): (),
+    ("GET", "/ping"): (),
     ("GET", "/v2/health/live"): (),
     ("GET", "/v2/health/ready"): (),
     ("GET", f"{M}/ready"): (),
     ("GET", f"{V}/ready"): (),
+    ("GET", "/info"): ANY,
+    ("GET", "/version"): ANY,
     ("GET", "/v2"): ANY,
     ("GET", "/v2/"): ANY,
     ("GET", "/v2/models/stats"): ANY,
@@ -148,6 +151,20 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("POST", "/v1/completions"): ("infer",),
     ("POST", "/v1/responses"): ("infer",),
     ("POST", "/v1/embeddings"): ("infer",),
+    ("POST", "/v1/embed"): ("infer",),
+    ("POST", "/v2/embed"): ("infer",),
+    ("POST", "/embed"): ("infer",),
+    ("POST", "/embed_all"): ("infer",),
+    ("POST", "/embed_sparse"): ("infer",),
+    ("POST", "/similarity"): ("infer",),
+    ("POST", "/predict"): ("infer",),
+    ("POST", "/decode"): ("infer",),
+    ("POST", "/classify"): ("infer",),
+    ("POST", "/score"): ("infer",),
+    ("POST", "/v1/score"): ("infer",),
+    ("POST", "/pooling"): ("infer",),
+    ("POST", "/invocations"): ("infer",),
+    ("POST", "/"): ("infer",),
     ("POST", "/v1/rerank"): ("infer",),
     ("POST", "/v2/rerank"): ("infer",),
     ("POST", "/rerank"): ("infer",),
@@ -197,8 +214,9 @@ def test_the_page_on_security_has_the_scope_of_each_route() -> None:
     rows = [line.strip("| ").split(" | ") for line in page.partition("### Scopes")[2].split("\n\n")[1].splitlines()[2:]]
     named = {row[1].strip("`"): re.findall("`([^`]+)`", row[0]) for row in rows}
     assert named.keys() == {"none", "infer", "metrics", "admin", "any"}
-    for (_, path), scopes in TABLE.items():
+    for (method, path), scopes in TABLE.items():
         place = {(): "none", ANY: "any"}.get(scopes) or scopes[0]
+        path = "POST /" if (method, path) == ("POST", "/") else path  # GET needs no key
         short = path.replace("{model}", "{m}").replace("{request_id:path}", "{id}").replace("/versions/{version}", "")
         found = [
             scope

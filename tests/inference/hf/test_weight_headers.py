@@ -16,6 +16,8 @@ from headwater.hf.weight_headers import read_headers
 from headwater.runtime.loader import load_model
 from tests.inference.hf.folders import bert, change, sentences
 
+pytestmark = pytest.mark.heavy
+
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 5\n"
 
 

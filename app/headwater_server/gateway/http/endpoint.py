@@ -7,7 +7,9 @@ from abc import ABC, abstractmethod
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-__all__ = ["Endpoint", "EndpointRoute", "HeadAsGet"]
+from headwater_server.gateway.http.bodies import BodyReader
+
+__all__ = ["BodyEndpoint", "Endpoint", "EndpointRoute", "HeadAsGet"]
 
 
 class Endpoint(ABC):
@@ -20,6 +22,22 @@ class Endpoint(ABC):
         Raises:
             HeadwaterError: the request can't be answered; the caller sends the error.
         """
+
+
+class BodyEndpoint(Endpoint):
+    """An endpoint whose requests have a body of JSON."""
+
+    def __init__(self, reader: BodyReader) -> None:
+        self._reader = reader
+
+    async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
+        """See `Endpoint.answer`."""
+        raw, _ = await self._reader.read(scope, receive)
+        return await self.answer_body(scope, receive, raw)
+
+    @abstractmethod
+    async def answer_body(self, scope: Scope, receive: Receive, raw: bytes) -> ASGIApp:
+        """The same as `answer`, after the body has been read."""
 
 
 class EndpointRoute(Route):

@@ -28,7 +28,10 @@ logger = logging.getLogger("headwater")
 RETRY_AFTER_S: Final = 2
 """The ``Retry-After``, in seconds, of a 503 whose error has no time."""
 
-OPENAI_PATHS: Final = ("/v1/", "/v2/rerank", "/rerank", "/tokenize", "/detokenize")
+OPENAI_PATHS: Final = (
+    "/v1/", "/v2/rerank", "/v2/embed", "/rerank", "/score", "/classify", "/pooling", "/invocations", "/tokenize",
+    "/detokenize",
+)  # fmt: skip
 """Prefixes of the paths that answer in the form of OpenAI's API."""
 
 JSON: Final = (b"content-type", b"application/json")

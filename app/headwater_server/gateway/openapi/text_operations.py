@@ -20,8 +20,11 @@ from headwater_server.gateway.openapi.operations import (
     operation,
     response,
 )
+from headwater_server.gateway.routes import tei
 from headwater_server.gateway.routes.classify import ClassifyRequest
+from headwater_server.gateway.routes.cohere import CohereEmbedRequest
 from headwater_server.gateway.routes.embeddings import EmbeddingsRequest
+from headwater_server.gateway.routes.pooling import PoolingRequest, ScoreRequest
 from headwater_server.gateway.routes.rerank import RerankRequest
 from headwater_server.gateway.routes.transcriptions import FORMATS
 from headwater_server.lm.chat import ChatRequest
@@ -48,12 +51,28 @@ _USAGE: Final = object_schema(
     }
 )
 
+_TEXTS: Final = ["Boats slept in the port.", "The tax is due."]
+_COMPATIBLE: Final[list[tuple[str, str, str, str, dict[str, Any]]]] = [
+    ("/v1/embed /v2/embed", "CohereEmbedRequest", "e", "Embeddings, as Cohere's API has them", {"texts": _TEXTS}),
+    ("/embed", "EmbedTextsRequest", "e", "Embeddings, as text-embeddings-inference has them", {"inputs": _TEXTS}),
+    ("/similarity", "SimilarityRequest", "e", "Cosines of embeddings, as text-embeddings-inference has them",
+     {"inputs": {"source_sentence": "Where do boats sleep?", "sentences": _TEXTS}}),
+    ("/predict", "PredictRequest", "cr", "Scores of labels, as text-embeddings-inference has them",
+     {"inputs": [[text] for text in _TEXTS]}),
+    ("/classify", "ClassifyRequest", "c", "The same as /v1/classify", {"input": _TEXTS}),
+    ("/score /v1/score", "ScoreRequest", "r", "Scores of pairs, as vLLM has them",
+     {"text_1": "Where do boats sleep?", "text_2": _TEXTS}),
+    ("/pooling", "PoolingRequest", "ec", "Embeddings or scores of labels, as vLLM has them", {"input": _TEXTS}),
+]  # fmt: skip
+"""Routes of other servers: the paths, the body, the initials of the tasks of their models, a summary and an example."""
+
 
 def body_schemas() -> tuple[dict[str, Any], dict[str, Any]]:
     """The bodies' schemas by the structs' names, and the components that the schemas refer to."""
     kinds = (
-        ChatRequest, ClassifyRequest, CompletionRequest, DetokenizeRequest, EmbeddingsRequest, GenerateRequest,
-        RerankRequest, ResponsesRequest, TokenizeRequest,
+        ChatRequest, ClassifyRequest, CohereEmbedRequest, CompletionRequest, DetokenizeRequest, EmbeddingsRequest,
+        GenerateRequest, PoolingRequest, RerankRequest, ResponsesRequest, ScoreRequest, TokenizeRequest,
+        tei.EmbedTextsRequest, tei.PredictRequest, tei.RerankTextsRequest, tei.SimilarityRequest,
     )  # fmt: skip
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for schema in schemas.values():
@@ -198,13 +217,14 @@ def mapped_paths(
         answer = object_schema({**about, "results": {"type": "array", "items": result}, "usage": usage})
         documents = ["Boats slept in the port.", "The tax is due."]
         body = _body(schemas["RerankRequest"], rerankers, query="Where do boats sleep?", documents=documents)
+        texts_too = {"anyOf": [body["schema"], of_models(schemas["RerankTextsRequest"], rerankers)]}
         for path, name in (("/v1/rerank", "rerank"), ("/v2/rerank", "rerank_v2"), ("/rerank", "rerank_root")):
             paths[path] = operation(
                 "openai",
                 name,
                 "Rank documents by how well they answer a query, as Jina's and Cohere's APIs do",
-                body,
-                response("The documents' scores, the best first", {JSON: answer}),
+                {**body, "schema": texts_too} if path == "/rerank" else body,
+                response("The documents' scores, the best first", {JSON: {} if path == "/rerank" else answer}),
             )
     if classifiers:
         label = object_schema({"label": STRING, "score": number})
@@ -238,6 +258,23 @@ def mapped_paths(
         )
         described["requestBody"]["content"] = {"multipart/form-data": {"schema": form}}
         paths["/v1/audio/transcriptions"] = described
+    return paths | _compatible_paths({"e": embedders, "r": rerankers, "c": classifiers}, schemas)
+
+
+def _compatible_paths(
+    models_by_task: dict[str, list[str]], schemas: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The operations of `_COMPATIBLE`, of the routes to which the body decides, and of those that are refused."""
+    answer, paths = response("As that API has it", {JSON: {}}), {}
+    for names, kind, tasks, summary, example in _COMPATIBLE:
+        if models := [name for task in tasks for name in models_by_task[task]]:
+            for path in names.split():
+                name = path.strip("/").replace("/", "_") + "_compatible"
+                paths[path] = operation("compatible", name, summary, _body(schemas[kind], models, **example), answer)
+    for path, name in (("/invocations", "invocations"), ("/", "root")):
+        paths[path] = operation("compatible", name, "The route whose fields the body has", {"schema": {}}, answer)
+    for path, reason in tei.REFUSED.items():
+        paths[path] = operation("compatible", path[1:], "Refused", {"schema": {}}, description=reason)
     return paths
 
 

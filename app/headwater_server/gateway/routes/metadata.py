@@ -73,6 +73,7 @@ def health_routes(models: Models, *, has_keys: bool = False) -> APIRouter:
     @router.get("/v2/health/ready", summary="Whether every model, or each named model, is ready")
     @router.get("/health", summary="The same, as vLLM has it")
     @router.get("/health/ready", summary="The same, as Triton's OpenAI frontend has it")
+    @router.get("/ping", summary="The same, as SageMaker has it")
     async def ready(
         request: Request, model: Annotated[tuple[str, ...], Query(description=_READY_MODEL)] = ()
     ) -> JSONResponse:
@@ -140,6 +141,10 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
     @router.get("/v2/", summary="The same")
     async def server() -> JSONResponse:
         return JSONResponse({"name": "headwater", "version": headwater_server.__version__, "extensions": EXTENSIONS})
+
+    @router.get("/version", summary="The server's version, as vLLM has it")
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": headwater_server.__version__})
 
     @router.get("/v2/models/stats", summary="Statistics of all models")
     async def all_statistics() -> JSONResponse:

@@ -1,90 +1,101 @@
-"""``POST /v1/rerank``, ``/v2/rerank`` and ``/rerank``: Jina's and Cohere's API over a model that declares a
-`headwater.Reranking`."""
+"""``POST /v1/rerank`` and ``/rerank`` as Jina and vLLM have them, ``/v2/rerank`` as Cohere does, over a model that
+declares a `headwater.Reranking`; and `rank`, with which other routes rank."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Final
 
 import msgspec
-import orjson
 from msgspec import Meta
-from starlette.types import Receive, Scope
 
-from headwater_server.codecs.faults import read_json
+from headwater.model import Scalar
 from headwater_server.errors import BadRequest
-from headwater_server.gateway.http.bodies import BodyReader, decoded
-from headwater_server.gateway.http.endpoint import Endpoint
-from headwater_server.gateway.http.replies import JSON, Reply, cache_headers
-from headwater_server.gateway.models import Models
-from headwater_server.gateway.routes.mapped import chosen_model, compute, floats, text_calls, token_sum
+from headwater_server.gateway.http.replies import Reply
+from headwater_server.gateway.routes import mapped
+from headwater_server.gateway.routes.mapped import MAX_ROWS, Call, OnlyModel, Result
 
-__all__ = ["RerankEndpoint", "RerankRequest"]
+__all__ = ["RerankRequest", "best_first", "check_documents", "rank", "respond"]
 
-_MAX_DOCUMENTS: Final = 2048
-"""Jina's limit; Cohere's is 10,000 chunks."""
-
-
-class _DocumentObject(msgspec.Struct, forbid_unknown_fields=True):
-    text: str
+_CUT: Final = "max_tokens_per_doc"
+"""The parameter per row that cuts a document; see `headwater.Reranking`."""
+_ONE_FIELD: Final = Meta(min_length=1, max_length=1, extra={"expected": "the name of one field"})
 
 
-class RerankRequest(msgspec.Struct, forbid_unknown_fields=True):
+class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of a request to rank documents."""
 
-    model: str
+    model: OnlyModel | None = None
     query: str
-    documents: Annotated[
-        list[str | _DocumentObject], Meta(extra_json_schema={"minItems": 1, "maxItems": _MAX_DOCUMENTS})
-    ]
+    documents: Annotated[list[str | dict[str, str]], Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_ROWS})]
     top_n: Annotated[int, Meta(ge=1, description="So many of the best; default: all")] | None = None
-    return_documents: Annotated[bool, Meta(description="Whether results repeat the documents; default: no")] | None = (
-        None
-    )
+    return_documents: Annotated[bool, Meta(description="Default: yes; at /v2/rerank no")] | None = None
+    rank_fields: Annotated[list[str], _ONE_FIELD] | None = None
+    max_tokens_per_doc: Annotated[int, Meta(ge=1, description="Cut longer documents, if the model can")] | None = None
+    max_chunks_per_doc: None = None
 
 
-class RerankEndpoint(Endpoint):
-    """Answers with the documents' scores, the best first."""
-
-    def __init__(self, models: Models, reader: BodyReader) -> None:
-        self._models = models
-        self._reader = reader
-
-    async def answer(self, scope: Scope, receive: Receive) -> Reply:
-        """See `Endpoint.answer`."""
-        raw, _ = await self._reader.read(scope, receive)
-        body = await decoded(_read, raw, scope)
-        model = chosen_model(self._models, scope, body.model, "rerank", "reranking")
-        spec = model.dispatcher.check_ready().reranking
-        assert spec is not None
-        texts = [document if isinstance(document, str) else document.text for document in body.documents]
-        columns = {spec.query: [body.query.encode()] * len(texts), spec.document: [text.encode() for text in texts]}
-        calls, wanted = text_calls(model, columns), [spec.score, spec.tokens]
-        outputs, cache = await compute(scope, receive, model, calls, len(texts), wanted, "documents")
-        scores = floats(outputs[spec.score], spec.score, "documents[{}]".format)[:, 0].tolist()
-        tokens = token_sum(outputs, spec.tokens)
-        order = sorted(range(len(texts)), key=lambda index: -scores[index])[: body.top_n]
-        content = {
-            "id": scope["state"]["request_id"],
-            "object": "list",
-            "model": body.model,
-            "results": [
-                {
-                    "index": index,
-                    "relevance_score": scores[index],
-                    **({"document": {"text": texts[index]}} if body.return_documents else {}),
-                }
-                for index in order
-            ],
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
-        }
-        return Reply(200, [orjson.dumps(content)], [JSON, *cache_headers(cache)])
+async def respond(call: Call) -> Reply:
+    """Answer with the documents' scores, the best first."""
+    body = await call.read(RerankRequest)
+    check_documents(body.query, "documents", len(body.documents))
+    key = body.rank_fields[0] if body.rank_fields else "text"
+    for index, entry in enumerate(body.documents):
+        if isinstance(entry, dict) and key not in entry:
+            message = f"documents[{index}].{key}: expected a text to rank by, got an object without this field"
+            raise BadRequest(message, field="documents")
+    texts = [entry if isinstance(entry, str) else entry[key] for entry in body.documents]
+    documents = [{"text": entry} if isinstance(entry, str) else entry for entry in body.documents]
+    queries, cut = [body.query] * len(texts), body.max_tokens_per_doc
+    model, scores, tokens, cache = await rank(call, body.model, queries, texts, "documents", cut)
+    returns = call.scope["path"] != "/v2/rerank" if body.return_documents is None else body.return_documents
+    content = {
+        "id": call.scope["state"]["request_id"],
+        "object": "list",
+        "model": model.name,
+        "results": [
+            {"index": index, "relevance_score": scores[index], **({"document": documents[index]} if returns else {})}
+            for index in best_first(scores, body.top_n)
+        ],
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+    return mapped.reply(content, cache)
 
 
-def _read(raw: bytes) -> RerankRequest:
-    body: RerankRequest = read_json(raw, RerankRequest)
-    if not body.query:
+def check_documents(query: str, field: str, count: int) -> None:
+    """Raise `BadRequest` if a query is empty, or if ``field`` has no documents or too many."""
+    if not query:
         raise BadRequest("query: expected a text, got an empty one", field="query")
-    if not 0 < len(body.documents) <= _MAX_DOCUMENTS:
-        message = f"documents: expected 1 to {_MAX_DOCUMENTS} documents, got {len(body.documents)}"
-        raise BadRequest(message, field="documents")
-    return body
+    mapped.check_count(field, count, "documents")
+
+
+async def rank(
+    call: Call, name: str | None, queries: Sequence[str], documents: Sequence[str], field: str, cut: int | None = None
+) -> Result:
+    """Score pairs of a query and a document.
+
+    Args:
+        call: the request.
+        name: the model that the body names.
+        queries, documents: the pairs; ``field`` of the request has the documents.
+        cut: the tokens to which a longer document is cut; None: as the model does by itself.
+
+    Raises:
+        HeadwaterError: the request can't be answered.
+    """
+    model = mapped.chosen_model(call, name, "rerank", "reranking")
+    spec = model.dispatcher.check_ready().reranking
+    assert spec is not None
+    parameters: dict[str, Scalar] = {}
+    if cut is not None:
+        parameters[_CUT] = mapped.parameter_value(model, _CUT, _CUT, cut, "can't be told where to cut documents")
+    columns = {spec.query: [text.encode() for text in queries], spec.document: [text.encode() for text in documents]}
+    calls, wanted = mapped.text_calls(model, columns), [spec.score, spec.tokens]
+    outputs, cache = await mapped.compute(call, model, calls, len(documents), wanted, field, parameters)
+    scores = mapped.floats(outputs[spec.score], spec.score, (field + "[{}]").format)[:, 0].tolist()
+    return Result(model, scores, mapped.token_sum(outputs, spec.tokens), cache)
+
+
+def best_first(scores: Sequence[float], count: int | None = None) -> list[int]:
+    """The places of the ``count`` highest scores, or of all, the highest first."""
+    return sorted(range(len(scores)), key=lambda place: -scores[place])[:count]

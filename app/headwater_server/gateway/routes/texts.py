@@ -15,7 +15,7 @@ from headwater.engine import EngineLimits
 from headwater_server.codecs.faults import shown
 from headwater_server.errors import HeadwaterError, NotFound
 from headwater_server.gateway.http.bodies import LARGE_BYTES, BodyReader, decoded
-from headwater_server.gateway.http.endpoint import Endpoint
+from headwater_server.gateway.http.endpoint import BodyEndpoint, Endpoint
 from headwater_server.gateway.http.event_stream import EventStream
 from headwater_server.gateway.http.exchange import DisconnectWatch
 from headwater_server.gateway.http.replies import JSON, Reply, json_reply
@@ -190,7 +190,7 @@ def _note(job: TextGeneration) -> str:
     return f"tokens={usage.prompt_tokens}+{usage.completion_tokens}"
 
 
-class OpenAITextEndpoint(Endpoint):
+class OpenAITextEndpoint(BodyEndpoint):
     """Answers conversations, or continues texts.
 
     Args:
@@ -201,14 +201,13 @@ class OpenAITextEndpoint(Endpoint):
     """
 
     def __init__(self, models: Models, reader: BodyReader, kind: type[_OpenAIRequest], pool: TextPool) -> None:
+        super().__init__(reader)
         self._models = models
         self._pool = pool
-        self._reader = reader
         self._kind = kind
 
-    async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
-        """See `Endpoint.answer`."""
-        raw, _ = await self._reader.read(scope, receive)
+    async def answer_body(self, scope: Scope, receive: Receive, raw: bytes) -> ASGIApp:
+        """See `BodyEndpoint.answer_body`."""
         route = _ROUTES[self._kind]
         relaying = asked_model(self._models, raw)
         if relaying is not None:

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope
 
 from headwater_server.errors import BadRequest
 from headwater_server.gateway.http.bodies import BodyReader, decoded
-from headwater_server.gateway.http.endpoint import Endpoint
+from headwater_server.gateway.http.endpoint import BodyEndpoint
 from headwater_server.gateway.http.replies import Reply
 from headwater_server.gateway.models import Models
 from headwater_server.gateway.routes.texts import client_of
@@ -24,7 +24,7 @@ __all__ = ["TokenizationEndpoint"]
 _JSON: Final = (b"content-type", b"application/json")
 
 
-class TokenizationEndpoint(Endpoint):
+class TokenizationEndpoint(BodyEndpoint):
     """Turns text into tokens, or tokens into text.
 
     Args:
@@ -37,15 +37,14 @@ class TokenizationEndpoint(Endpoint):
     def __init__(
         self, models: Models, reader: BodyReader, kind: type[TokenizeRequest] | type[DetokenizeRequest], pool: TextPool
     ) -> None:
+        super().__init__(reader)
         self._pool = pool
         self._models = models
-        self._reader = reader
         self._kind = kind
         self._route: Route = "tokenize" if kind is TokenizeRequest else "detokenize"
 
-    async def answer(self, scope: Scope, receive: Receive) -> Reply:
-        """See `Endpoint.answer`."""
-        raw, _ = await self._reader.read(scope, receive)
+    async def answer_body(self, scope: Scope, receive: Receive, raw: bytes) -> Reply:
+        """See `BodyEndpoint.answer_body`."""
         read: Callable[[bytes], TokenizeRequest | DetokenizeRequest] = self._kind.read
         request = await decoded(read, raw, scope)
         name = self._only() if request.model is None else request.model

@@ -16,7 +16,7 @@ from headwater_server.gateway.http.bodies import BodyReader
 from headwater_server.gateway.http.endpoint import Endpoint
 from headwater_server.gateway.http.replies import JSON, Reply, cache_headers
 from headwater_server.gateway.models import Models
-from headwater_server.gateway.routes.mapped import chosen_model, compute, floats, text_calls
+from headwater_server.gateway.routes.mapped import Call, chosen_model, compute, floats, text_calls
 
 __all__ = ["FIELDS", "FORMATS", "TranscriptionsEndpoint"]
 
@@ -41,7 +41,8 @@ class TranscriptionsEndpoint(Endpoint):
         name = _text(fields, "model")
         if not name:
             raise _missing("model")
-        model = chosen_model(self._models, scope, name, "transcriptions", "transcription")
+        call = Call(self._models, scope, receive, raw)
+        model = chosen_model(call, name, "transcriptions", "transcription")
         for field in fields:
             if field not in FIELDS:
                 message = f"{field[:80]}: unknown field; this route has {', '.join(FIELDS)}"
@@ -63,7 +64,7 @@ class TranscriptionsEndpoint(Endpoint):
                 raise BadRequest(message, field="language")
             parameters[spec.language] = language
         calls, wanted = text_calls(model, {spec.audio: [file]}), [spec.text, spec.duration]
-        outputs, cache = await compute(scope, receive, model, calls, 1, wanted, "file", parameters)
+        outputs, cache = await compute(call, model, calls, 1, wanted, "file", parameters)
         text = unpack_bytes(outputs[spec.text][0].data)[0].decode("utf-8", "replace")
         if kind == "text":
             return Reply(200, [f"{text}\n".encode()], [_PLAIN, *cache_headers(cache)])

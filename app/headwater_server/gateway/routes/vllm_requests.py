@@ -114,7 +114,7 @@ async def answer_relayed(
 
 
 async def answer_embeddings(
-    scope: Scope, receive: Receive, dispatcher: VllmDispatcher, body: dict[str, Any], parts: Iterable[Any]
+    scope: Scope, receive: Receive, dispatcher: VllmDispatcher, body: dict[str, Any], parts: Iterable[Any], field: str
 ) -> Reply:
     """Relay a request for embeddings, within the deployment's ``timeout_s``.
 
@@ -123,10 +123,11 @@ async def answer_embeddings(
         dispatcher: the model's dispatcher.
         body: the request without the inputs.
         parts: the inputs; each part is a request to vLLM, in sequence.
+        field: the request's field that has them.
 
     Raises:
-        HeadwaterError: the request can't be answered. A `BadRequest` names the field ``input``, or a field of
-            ``body`` that vLLM's message mentions.
+        HeadwaterError: the request can't be answered. A `BadRequest` names ``field``, or a field of ``body`` that
+            vLLM's message mentions.
     """
     state = scope["state"]
     answer = EmbeddingsAnswer(body["model"], TokenCount(dispatcher.meter, _spending(state)))
@@ -138,7 +139,7 @@ async def answer_embeddings(
             try:
                 await _opened(state, dispatcher, request).whole(answer)
             except BadRequest as error:  # vLLM mostly names no field, and calls the input by another name
-                error.field = next((name for name in body.keys() - {"model"} if name in error.message), "input")
+                error.field = next((name for name in body.keys() - {"model"} if name in error.message), field)
                 raise
             except DeadlineExceeded as error:  # the message has only the time that was left for this part
                 raise error.again(f"the deadline of {dispatcher.route.timeout_s:g} s passed") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import httpx
@@ -29,6 +29,7 @@ class MappedModel:
         self.signature = signature
         self.route = DeploymentRoute("m", State.READY, signature=signature, max_queue_size=max_queue_size)
         self.dispatcher = self
+        self.name = "m"
         self.requests: list[InferRequest] = []
         self._compute = compute
 
@@ -52,11 +53,24 @@ class MappedModel:
         if getattr(self.signature, mapping) is None:
             raise BadRequest(f"model: `m` has no {mapping}", field="model")
 
+    def get(self, name: str) -> MappedModel:
+        return self.choose(None, name)
+
+    def only(self, mappings: Sequence[str]) -> str:
+        return "m"
+
+    def mapping_of(self, name: str, mappings: Sequence[str]) -> str:
+        present = (mapping for mapping in mappings if getattr(self.signature, mapping) is not None)
+        return next(present, mappings[0])
+
     def post(self, path: str, **request: Any) -> httpx.Response:
+        return self.send("POST", path, **request)
+
+    def send(self, method: str, path: str, **request: Any) -> httpx.Response:
         async def send() -> httpx.Response:
             app = create_app(cast(Models, self), Server(access_log=False))
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
-                return await client.post(path, **request)
+                return await client.request(method, path, **request)
 
         return asyncio.run(send())
 

@@ -39,6 +39,7 @@ class Embedder:
         )
         self.route = DeploymentRoute("m", State.READY, signature=self.signature, max_queue_size=max_queue_size)
         self.dispatcher = self
+        self.name = "m"
         self.requests: list[InferRequest] = []
 
     def check_ready(self) -> Signature:
@@ -144,7 +145,23 @@ def test_a_longer_input_is_cut_only_if_the_request_says_so() -> None:
     model.lengths("a")
     model.lengths("a", truncate_prompt_tokens=5)
     model.lengths("a", truncate_prompt_tokens=-1)
-    assert [request.row_parameters["truncate_prompt_tokens"] for request in model.requests] == [0, 5, -1]
+    model.lengths("a", truncate=True)
+    model.lengths("a", truncate=False)
+    assert [request.row_parameters["truncate_prompt_tokens"] for request in model.requests] == [0, 5, -1, -1, 0]
+
+
+def test_no_input_has_no_embedding_and_no_tokens() -> None:
+    model = Embedder(IDS)
+    assert model.lengths([]) == []
+    assert model.requests == []
+    assert Embedder().lengths(" [ ] ") == [5]
+
+
+@pytest.mark.parametrize("cuts", [True, False])
+def test_truncate_has_no_effect_on_a_model_that_cuts_nothing(cuts: bool) -> None:
+    model = Embedder()
+    model.lengths("a", truncate=cuts)
+    assert [request.row_parameters for request in model.requests] == [{}]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +197,6 @@ def test_a_prompt_that_is_not_there_is_refused(field: str) -> None:
     [
         (["x"] * 2049, {}, "input: expected at most 2048 inputs, got 2049; send them in several requests"),
         ([[1]] * 2049, {}, "input: expected at most 2048 inputs, got 2049; send them in several requests"),
-        ([], {}, "input: expected at least one string, got an empty list"),
         ([[]], {}, "input[0]: expected at least 1 entries, got 0"),
         ([1, "x"], {}, "input[1]: expected an integer, got a string"),
         ([[1], "x"], {}, "input[1]: expected an array, got a string"),
@@ -193,7 +209,8 @@ def test_a_prompt_that_is_not_there_is_refused(field: str) -> None:
         ("x", {"encoding_format": "hex"}, "encoding_format: expected 'base64' or 'float', got 'hex'"),
         ("x", {"encoding_format": 0}, "encoding_format: expected a string, got an integer"),
         ("x", {"model": 123}, "model: expected a string, got an integer"),
-        ("x", {"model": None}, "model: expected a string, got null"),
+        ("x", {"truncate": 1}, "truncate: expected a boolean, got an integer"),
+        ("x", {"truncate": True, "truncate_prompt_tokens": 5}, "truncate: expected it or truncate_prompt_tokens"),
         ("x", {"truncate_prompt_tokens": -2}, "truncate_prompt_tokens: expected at least -1, got -2"),
         ("x", {"truncate_prompt_tokens": 10}, "truncate_prompt_tokens: parameter 'truncate_prompt_tokens': expected"),
     ],

@@ -1,13 +1,14 @@
-"""What ``/v1/rerank`` asks of a model, and what it refuses."""
+"""What routes that rank ask of a model, and what they refuse."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from headwater.model import Reranking
+from headwater.model import Parameter, Reranking
 from headwater.signature import Signature, TensorSpec
 from tests.app.gateway.routes.mapped_model import Columns, MappedModel
 
@@ -18,6 +19,8 @@ SIGNATURE = Signature(
     reranking=Reranking("q", "d", "s", "n"),
 )
 DOCUMENTS = ["a boat", {"text": "the boat sleeps"}, "tax"]
+TEXTS = ["the boat sleeps", "a boat", "tax"]
+"""The documents, the best first."""
 
 
 def compute(columns: Columns) -> dict[str, Any]:
@@ -48,12 +51,36 @@ def test_the_best_come_first_under_each_path(path: str) -> None:
     assert content["model"] == "m"
     assert content["usage"] == {"prompt_tokens": 69, "total_tokens": 69}
     assert content["id"] == answer.headers["x-request-id"]
-    assert all(one.keys() == {"index", "relevance_score"} for one in content["results"])
+    documents = [one.get("document") for one in content["results"]]
+    assert documents == ([None] * 3 if path == "/v2/rerank" else [{"text": text} for text in TEXTS])
 
 
 def test_top_n_and_the_documents_themselves() -> None:
     results = ask(top_n=2, return_documents=True).json()["results"]
     assert [one["document"] for one in results] == [{"text": "the boat sleeps"}, {"text": "a boat"}]
+    results = ask("/v2/rerank", top_n=1, return_documents=True).json()["results"]
+    assert [one["document"] for one in results] == [{"text": "the boat sleeps"}]
+    assert all("document" not in one for one in ask(return_documents=False).json()["results"])
+
+
+def test_a_document_is_ranked_by_one_field_and_comes_back_whole() -> None:
+    documents = [{"text": "tax", "title": "the boat"}, {"title": "tax", "text": "boat"}, "the boat sleeps"]
+    results = ask(documents=documents).json()["results"]
+    assert [one["index"] for one in results] == [2, 1, 0]
+    assert [one["document"] for one in results] == [{"text": "the boat sleeps"}, documents[1], documents[0]]
+    results = ask(documents=documents, rank_fields=["title"]).json()["results"]
+    assert [one["index"] for one in results] == [2, 0, 1]
+
+
+def test_documents_are_cut_by_a_model_that_can() -> None:
+    cut = Parameter("max_tokens_per_doc", "int", 0, per="row", minimum=0, maximum=512)
+    model = MappedModel(msgspec.structs.replace(SIGNATURE, parameters=(cut,)), compute)
+    body = {"query": "q", "documents": ["d"]}
+    for more in ({}, {"max_tokens_per_doc": 7}):
+        assert model.post("/v2/rerank", json={**body, **more}).status_code == 200
+    assert [request.row_parameters["max_tokens_per_doc"] for request in model.requests] == [0, 7]
+    answer = model.post("/v2/rerank", json={**body, "max_tokens_per_doc": 513})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens_per_doc")
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -81,10 +108,15 @@ def test_more_documents_than_the_queue_holds_go_in_parts() -> None:
         ({"query": 1}, "query: expected a string, got an integer"),
         ({"documents": []}, "documents: expected 1 to 2048 documents, got 0"),
         ({"documents": ["x"] * 2049}, "documents: expected 1 to 2048 documents, got 2049"),
-        ({"documents": [{"image": "x"}]}, "documents[0].image: expected one of the fields text, got"),
+        ({"documents": [{"image": "x"}]}, "documents[0].text: expected a text to rank by, got an object without"),
+        ({"documents": [{"text": 1}]}, "documents[0]"),
+        ({"documents": ["x", {"text": "x"}], "rank_fields": ["title"]}, "documents[1].title: expected a text to rank"),
+        ({"rank_fields": ["title", "text"]}, "rank_fields: expected the name of one field, got 2"),
         ({"documents": "x"}, "documents: expected an array, got a string"),
         ({"top_n": 0}, "top_n: expected at least 1, got 0"),
-        ({"max_tokens_per_doc": 7}, "max_tokens_per_doc: expected one of the fields model, query"),
+        ({"max_tokens_per_doc": 7}, "max_tokens_per_doc: model `m` can't be told where to cut documents; leave it out"),
+        ({"max_chunks_per_doc": 7}, "max_chunks_per_doc: this model does not support it; leave it out"),
+        ({"priority": 7}, "priority: expected one of the fields model, query"),
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hashlib
 import json
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from headwater_server.config.schema import Server
@@ -109,6 +111,9 @@ async def test_whole_answers_of_each_route() -> None:
         assert gateway.replica.exchanges[-1].path == "/v1/responses"
         await gateway.client.post("/v1/chat/completions", json={"model": "m", "messages": []})
         assert gateway.replica.exchanges[-1].path == "/v1/chat/completions"
+        for body, path in (({"messages": []}, "/v1/chat/completions"), ({"prompt": "x"}, "/v1/completions")):
+            await gateway.client.post("/invocations", json={"model": "m", **body})
+            assert gateway.replica.exchanges[-1].path == path
         assert counts_of("m").total("headwater_generated_tokens") == 5
 
 
@@ -286,6 +291,39 @@ async def test_embeddings_of_each_form_of_input(inputs: Any, lengths: list[int])
         assert counts.total("headwater_generated_tokens") == 0
 
 
+async def test_no_input_is_answered_without_vllm() -> None:
+    async with embedding_gateway() as gateway:
+        answer = (await embed(gateway, [])).json()
+        assert (answer["data"], answer["usage"]) == ([], {"prompt_tokens": 0, "total_tokens": 0})
+        assert gateway.replica.exchanges == []
+
+
+async def vectors(exchange: Exchange) -> None:
+    """Answers with vectors in base64, as vLLM does if asked."""
+    assert exchange.body["encoding_format"] == "base64"
+    data = [
+        {"index": n, "embedding": base64.b64encode(np.array([len(text), 1], "<f4").tobytes()).decode()}
+        for n, text in enumerate(exchange.body["input"])
+    ]
+    exchange.whole({"data": data, "usage": {"prompt_tokens": len(data)}})
+
+
+async def test_clients_of_cohere_and_tei_are_answered_by_vllm() -> None:
+    async with embedding_gateway() as gateway:
+        gateway.replica.script = vectors
+        body = {"model": "m", "texts": ["abc"], "input_type": "search_query", "output_dimension": 8}
+        answer = (await gateway.client.post("/v2/embed", json=body)).json()
+        assert answer["embeddings"] == {"float": [[3, 1]]}
+        assert answer["meta"]["billed_units"] == {"input_tokens": 1}
+        body = {"model": "m", "inputs": ["abc"], "truncate": True, "normalize": False}
+        assert (await gateway.client.post("/embed", json=body)).json() == [[3, 1]]
+        sent = [exchange.body for exchange in gateway.replica.exchanges]
+        form = {"model": "m", "input": ["abc"], "encoding_format": "base64", "truncate_prompt_tokens": -1}
+        assert sent == [{**form, "dimensions": 8}, form]
+        answer = await gateway.client.post("/embed", json={"model": "m", "inputs": "x", "prompt_name": "query"})
+        assert answer.json() == {"error": "prompt_name: model `m` has no prompts to choose; leave it out"}
+
+
 async def test_more_inputs_than_the_queue_holds_go_in_parts() -> None:
     async with embedding_gateway() as gateway:
         answer = (await embed(gateway, ["x" * n for n in range(23)])).json()
@@ -304,7 +342,6 @@ async def test_more_inputs_than_the_queue_holds_go_in_parts() -> None:
         ({"input": "x", "encoding_format": "bytes"}, "encoding_format"),
         ({"input": "x", "dimensions": 0}, "dimensions"),
         ({"input": "x", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
-        ({"input": []}, "input"),
         ({"input": ["x"] * 2049}, "input"),
         ({"input": [{"role": "user"}]}, "input[0]"),
         ({"input": [-1]}, "input[0]"),
