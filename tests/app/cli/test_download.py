@@ -17,6 +17,8 @@ from headwater_server.errors import ConfigError
 from tests.inference.hf.folders import sentences
 from tests.stand_in_hub import COMMIT, NAME, hub
 
+pytestmark = pytest.mark.heavy
+
 
 def checked(folder: Path, what: str, *options: str, **environment: str) -> Any:
     """The report of ``headwater check``, in a folder with an empty cache or the cache of an earlier check there."""
