@@ -83,13 +83,16 @@ def plan_of(
     *,
     wires: Mapping[str, Mapping[str, str]] | None = None,
     caches: Mapping[str, FeatureCacheSpec] | None = None,
+    expands: Mapping[str, str] | None = None,
     name: str = "pipeline",
+    max_batch_size: int = 64,
 ) -> Plan:
     """A pipeline of these steps. One step of the pipeline's own name is a plain model that streams.
 
     ``wires`` has the sources of a step's inputs where names don't tell; what no step makes is the pipeline's input.
+    ``expands`` has for a step the step whose elements are its rows.
     """
-    signatures = {step: Signature.of(model, name=step, max_batch_size=64) for step, model in models.items()}
+    signatures = {step: Signature.of(model, name=step, max_batch_size=max_batch_size) for step, model in models.items()}
     made = {tensor.name for signature in signatures.values() for tensor in signature.outputs}
     sources = {
         step: {tensor.name: f"{INPUT}.{tensor.name}" for tensor in signature.inputs if tensor.name not in made}
@@ -97,11 +100,15 @@ def plan_of(
     }
     steps = tuple(
         StepSpec(
-            step, f"m:{step}", inputs={**sources[step], **(wires or {}).get(step, {})}, cache=(caches or {}).get(step)
+            step,
+            f"m:{step}",
+            inputs={**sources[step], **(wires or {}).get(step, {})},
+            cache=(caches or {}).get(step),
+            expand=(expands or {}).get(step, ""),
         )
         for step in models
     )
-    return make_plan(PipelineSpec(steps, tuple(heads)), signatures, name=name, max_batch_size=64)
+    return make_plan(PipelineSpec(steps, tuple(heads)), signatures, name=name, max_batch_size=max_batch_size)
 
 
 def fused(
@@ -110,11 +117,15 @@ def fused(
     *,
     wires: Mapping[str, Mapping[str, str]] | None = None,
     caches: Mapping[str, FeatureCacheSpec] | None = None,
+    expands: Mapping[str, str] | None = None,
     name: str = "pipeline",
+    max_batch_size: int = 64,
     **options: Any,
 ) -> FusedPipeline:
     """The pipeline of `plan_of`, which runs."""
-    plan = plan_of(models, heads, wires=wires, caches=caches, name=name)
+    plan = plan_of(
+        models, heads, wires=wires, caches=caches, expands=expands, name=name, max_batch_size=max_batch_size
+    )  # fmt: skip
     return FusedPipeline(plan, models, "cpu", **options)
 
 

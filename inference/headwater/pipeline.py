@@ -16,7 +16,7 @@ import msgspec
 
 from headwater.errors import DeclarationError, did_you_mean
 from headwater.model import Embedding, Parameter, Tensor
-from headwater.signature import HeadSpec, Signature, TensorSpec
+from headwater.signature import COUNT, HeadSpec, Signature, TensorSpec
 
 __all__ = [
     "INPUT",
@@ -62,6 +62,9 @@ class StepSpec(msgspec.Struct, frozen=True):
     """For a head: see `HeadSpec.on_error`."""
     cache: FeatureCacheSpec | None = None
     """Placement ``fused`` only: with ``graph``, gateways cache the answers of a step."""
+    expand: str = ""
+    """Name of the step whose ragged outputs this step takes: each element is a row of its own. Empty: the step takes no
+    ragged outputs."""
 
 
 class PipelineSpec(msgspec.Struct, frozen=True):
@@ -100,11 +103,26 @@ class PlannedStep(msgspec.Struct, frozen=True):
     expected: dict[str, TensorSpec] = {}
     """For each connected input, the tensor that must arrive: the producer's declaration combined with the step's, or
     the step's declaration if the source is an input of the pipeline."""
+    elements_of: str = ""
+    """Name of the step whose ragged outputs have this step's rows as elements: `StepSpec.expand` of this step or of a
+    step before it. Empty: the step's rows are the pipeline's."""
 
     @property
     def name(self) -> str:
         """The step's name."""
         return self.spec.name
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """The outputs as the pipeline has them: if the step's rows are elements, each is ragged, and has its counts."""
+        if not self.elements_of:
+            return self.signature.outputs
+        outputs: list[TensorSpec] = []
+        for spec in self.signature.outputs:
+            shape, dimensions = (-1, *spec.shape), ("", *spec.dimensions) if spec.dimensions else ()
+            outputs.append(msgspec.structs.replace(spec, shape=shape, dimensions=dimensions, ragged=True))
+            outputs.append(TensorSpec(COUNT.format(spec.name), "INT32", (1,), counts=spec.name))
+        return tuple(outputs)
 
     @property
     def parents(self) -> tuple[str, ...]:
@@ -139,7 +157,8 @@ def check_names(spec: PipelineSpec) -> None:
 
     Raises:
         DeclarationError: there are no heads, a head is listed twice or has a cache, a step or head doesn't exist, a
-            source is malformed, or there is a cycle. Names all faults, except a cycle, which is looked for last.
+            source is malformed, a step expands itself, or there is a cycle. Names all faults, except a cycle, which is
+            looked for last.
     """
     names = [step.name for step in spec.steps]
     names_text = _listed(names)
@@ -157,6 +176,9 @@ def check_names(spec: PipelineSpec) -> None:
             faults.append(
                 f"step `{step.name}`, cache: expected a step that is no head; `cache` of the deployment keeps answers"
             )
+        if step.expand and (step.expand == step.name or step.expand not in names):
+            hint = did_you_mean(step.expand, names)
+            faults.append(f"step `{step.name}`, expand: expected another step, got `{step.expand}`{hint}")
         for input_name, source in step.inputs.items():
             with _noting(faults):
                 _split(step.name, input_name, source, names)
@@ -182,37 +204,28 @@ def make_plan(spec: PipelineSpec, signatures: Mapping[str, Signature], *, name: 
     inputs: dict[str, tuple[str, TensorSpec]] = {}
     planned: dict[str, PlannedStep] = {}
     faults: list[str] = []
+    wires = {step.name: _wires(spec, step, signatures, faults) for step in spec.steps}
+    levels = _levels(spec, wires)
     for step in spec.steps:
         signature = signatures[step.name]
-        taken = [tensor.name for tensor in signature.inputs]
-        for input_name in step.inputs:
-            if input_name not in taken:
-                hint = did_you_mean(input_name, taken)
-                faults.append(
-                    f"step `{step.name}`, inputs: expected some of its inputs {_listed(taken)}, "
-                    f"got `{input_name}`{hint}"
-                )
-        wires: list[Wire] = []
         expected: dict[str, TensorSpec] = {}
-        for tensor in signature.inputs:
+        tensors = {tensor.name: tensor for tensor in signature.inputs}
+        for wire in wires[step.name]:
+            tensor = expected[wire.input] = tensors[wire.input]
             with _noting(faults):
-                wire = _wire(spec, step, tensor, signatures)
-                if wire is None:
-                    continue
-                wires.append(wire)
                 if wire.step == INPUT:
                     _add_input(inputs, step.name, wire.output, tensor)
-                    expected[wire.input] = tensor
                 else:
-                    expected[wire.input] = _joined(step.name, wire, tensor, signatures[wire.step])
-        planned[step.name] = PlannedStep(step, signature, tuple(wires), expected)
+                    expected[wire.input] = _joined(step.name, wire, tensor, signatures[wire.step], levels)
+        planned[step.name] = PlannedStep(step, signature, tuple(wires[step.name]), expected, levels[step.name])
         ragged = [tensor.name for tensor in signature.inputs if tensor.ragged]
         if ragged and len(spec.steps) > 1:
             faults.append(
                 f"step `{step.name}`, input `{ragged[0]}`: expected no ragged inputs in a pipeline; deploy the model "
                 "by itself"
             )
-    faults += [fault for step in planned.values() for fault in _cache_faults(step)]
+    for planned_step in planned.values():
+        faults += (*_cache_faults(planned_step), *_expand_faults(planned_step, planned))
     if faults:
         raise DeclarationError(*faults)
     order = _order({step_name: set(step.parents) for step_name, step in planned.items()})
@@ -237,10 +250,37 @@ def _cache_faults(step: PlannedStep) -> Iterator[str]:
             f"step `{step.name}`, cache: expected a step that reads the pipeline's inputs only, got a step that reads "
             f"{_listed(step.parents)}; move `cache` to a step before it"
         )
+    if any(tensor.ragged for tensor in step.signature.outputs):
+        yield f"step `{step.name}`, cache: expected a step without ragged outputs; remove `cache`"
     with contextlib.suppress(DeclarationError):
         step.signature.check_cacheable()
         return
     yield f"step `{step.name}`, cache: expected a model that answers equal rows equally; remove `cache`"
+
+
+def _expand_faults(step: PlannedStep, planned: Mapping[str, PlannedStep]) -> Iterator[str]:
+    """Reasons why a step can't have elements as rows."""
+    if not step.elements_of:
+        return
+    where, source = f"step `{step.name}`", planned[step.elements_of]
+    if source.elements_of:
+        yield (
+            f"{where}, expand: expected a step whose rows are the pipeline's, got `{source.name}`, whose rows are "
+            f"elements of `{source.elements_of}`; only one level of elements is possible"
+        )
+    ragged = [tensor.name for tensor in source.signature.outputs if tensor.ragged]
+    if not any(wire.step == source.name and wire.output in ragged for wire in step.wires) and not any(
+        planned[parent].elements_of for parent in step.parents
+    ):
+        yield (
+            f"{where}, expand: expected an input from a ragged output of `{source.name}`, got none; its ragged outputs "
+            f"are: {_listed(ragged) or 'none'}"
+        )
+    if step.signature.streams or source.signature.streams:
+        streaming = step.name if step.signature.streams else source.name
+        yield f"{where}, expand: expected no step that streams, got `{streaming}`"
+    if any(tensor.ragged for tensor in step.signature.outputs):
+        yield f"{where}: expected no ragged outputs of a step whose rows are elements of `{source.name}`"
 
 
 @contextlib.contextmanager
@@ -304,6 +344,34 @@ def _trunk_inputs(spec: PipelineSpec, signatures: Mapping[str, Signature]) -> se
     return {trunk.inputs.get(name, f"{INPUT}.{name}").partition(".")[2] for name in names}
 
 
+def _wires(spec: PipelineSpec, step: StepSpec, signatures: Mapping[str, Signature], faults: list[str]) -> list[Wire]:
+    """The sources of a step's connected inputs; what is wrong with them is added to ``faults``."""
+    inputs = signatures[step.name].inputs
+    names = [tensor.name for tensor in inputs]
+    for input_name in step.inputs:
+        if input_name not in names:
+            hint = did_you_mean(input_name, names)
+            faults.append(
+                f"step `{step.name}`, inputs: expected some of its inputs {_listed(names)}, got `{input_name}`{hint}"
+            )
+    wires: list[Wire] = []
+    for tensor in inputs:
+        with _noting(faults):
+            wire = _wire(spec, step, tensor, signatures)
+            if wire is not None:
+                wires.append(wire)
+    return wires
+
+
+def _levels(spec: PipelineSpec, wires: Mapping[str, Sequence[Wire]]) -> dict[str, str]:
+    """`PlannedStep.elements_of` of each step. There may be a cycle."""
+    levels = {step.name: step.expand for step in spec.steps}
+    for _ in levels:  # each round reaches at least the next step of a chain
+        for name, sources in wires.items():
+            levels[name] = levels[name] or next((levels[wire.step] for wire in sources if levels.get(wire.step)), "")
+    return levels
+
+
 def _wire(spec: PipelineSpec, step: StepSpec, tensor: TensorSpec, signatures: Mapping[str, Signature]) -> Wire | None:
     """The source of an input. If it isn't configured: the pipeline's input of the same name for the trunk; for other
     steps the only tensor of that name among the trunk's inputs and outputs or, without a trunk, among the outputs of
@@ -365,14 +433,22 @@ def _unified(first: Sequence[int], second: Sequence[int]) -> tuple[int, ...] | N
     return tuple(max(pair) for pair in zip(first, second, strict=True))
 
 
-def _joined(step: str, wire: Wire, taken: TensorSpec, producer: Signature) -> TensorSpec:
-    """The tensor that passes from one step to another."""
+def _joined(step: str, wire: Wire, taken: TensorSpec, producer: Signature, levels: Mapping[str, str]) -> TensorSpec:
+    """The tensor that passes from one step to another; of a ragged output each element, which is at least [1]."""
     output_spec = next(tensor for tensor in producer.outputs if tensor.name == wire.output)
-    if output_spec.ragged:
+    level, source_level = levels[step], wire.step if output_spec.ragged else levels[wire.step]
+    if source_level and not level:
         raise DeclarationError(
             f"step `{step}`, input `{wire.input}`: expected an output with an array for all rows, got the ragged "
-            f"`{wire.source}`; only a head may have a ragged output"
+            f"`{wire.source}`; to take its elements as rows, set `expand: {wire.step}`"
         )
+    if source_level and source_level != level:
+        raise DeclarationError(
+            f"step `{step}`, input `{wire.input}`: expected elements of `{level}`, as in other inputs, got elements of "
+            f"`{source_level}` from `{wire.source}`; a step takes elements of one step"
+        )
+    if output_spec.ragged:
+        output_spec = msgspec.structs.replace(output_spec, shape=output_spec.shape[1:] or (1,))
     shape = _unified(taken.shape, output_spec.shape)
     if taken.datatype != output_spec.datatype or shape is None:
         aspect = "datatype" if taken.datatype != output_spec.datatype else "shape"
@@ -414,7 +490,7 @@ def _signature(
     owner: dict[str, str] = {}
     outputs: list[TensorSpec] = []
     for head in spec.heads:
-        for tensor in by_name[head].signature.outputs:
+        for tensor in by_name[head].outputs:
             if tensor.name in owner:
                 raise DeclarationError(
                     f"pipeline: heads `{owner[tensor.name]}` and `{head}` both have an output `{tensor.name}`; "
@@ -456,7 +532,7 @@ def _signature(
         heads=tuple(
             HeadSpec(
                 head,
-                tuple(tensor.name for tensor in by_name[head].signature.outputs),
+                tuple(tensor.name for tensor in by_name[head].outputs),
                 by_name[head].spec.timeout_s,
                 by_name[head].spec.on_error,
             )

@@ -1,9 +1,12 @@
-"""Ragged outputs and inputs behind a server: each request has its own rows, whatever its neighbours have."""
+"""Ragged outputs and inputs behind a server: each request has its own rows, whatever its neighbours have, also where
+other steps compute with their elements."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,11 +14,21 @@ import numpy as np
 import pytest
 import tritonclient.http
 
+from tests.asking import Pipeline
 from tests.running import Running, serve
 
 BATCHING = {"max_batch_size": 8, "max_queue_delay_ms": 100}
 STEPS = {"trunk": {"model": "found:Numbers"}, "heads": {"boxes": {"model": "found:Boxes", "inputs": {"n": "trunk.n"}}}}
 MODELS = ["plain", "fused", "graph"]
+READING = {
+    "steps": {
+        "detect": {"model": "found:Boxes", "inputs": {"n": "input.n"}},
+        "crop": {"model": "found:Crops", "expand": "detect", "inputs": {"n": "input.n"}},
+        "read": {"model": "found:Texts"},
+    },
+    "heads": ["read", "crop"],
+}
+READERS = ["reader", "reader-graph"]
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +39,8 @@ def server() -> Iterator[Running]:
             "fused": {"pipeline": STEPS, "batching": BATCHING},
             "sums": {"model": "found:Sums", "batching": {"max_batch_size": 16, "max_queue_delay_ms": 500}},
             "graph": {"pipeline": {**STEPS, "placement": "graph"}, "batching": BATCHING},
+            "reader": {"pipeline": READING, "batching": BATCHING},
+            "reader-graph": {"pipeline": {**READING, "placement": "graph"}, "batching": BATCHING},
         }
     }
     with serve(config) as running:
@@ -124,3 +139,43 @@ def test_a_count_beyond_the_tensor_is_refused(server: Running, count: int) -> No
     answer = server.client.post(f"{server.url}/v2/models/sums/infer", json={"inputs": inputs})
     assert answer.status_code == 400
     assert f"row 0: expected 0 to 3, the size of input 'x', got {count}" in answer.json()["error"]
+
+
+@pytest.mark.parametrize("model", READERS)
+def test_elements_are_rows_of_other_steps_and_come_back_to_their_requests(server: Running, model: str) -> None:
+    requests = [(3,), (0,), (1, 4), (0, 0), (2, 5), (4, 0, 1), (5,), (3, -1)]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        answers = list(
+            pool.map(lambda numbers: ask(server, model, *numbers, parameters={"greeting": f"{numbers}"}), requests)
+        )
+    shared = False
+    for numbers, answer in zip(requests, answers, strict=True):
+        if 5 in numbers or -1 in numbers:
+            assert answer.status_code == 400, answer.text
+            continue
+        found = values(answer)
+        names = [[[f"{numbers} {name}"] for name in row] for row in expected(*numbers)["names"]]
+        assert (found["text"], found["text_count"]) == (names, list(numbers))
+        assert [[crop[:2] for crop in row] for row in found["crop"]] == expected(*numbers)["boxes"]
+        shared |= any(size > sum(numbers) for row in found["calls"] for sizes in row for size in sizes)
+    assert shared, "no call had elements of several requests"
+
+
+@pytest.mark.parametrize("model", READERS)
+def test_a_failed_element_is_named(server: Running, model: str) -> None:
+    error = ask(server, model, 1, 5).json()["error"]
+    where = (
+        "row 1: element 4: " if model == "reader" else "step `crop`, whose rows are the elements of `detect`: row 5: "
+    )
+    assert error == f"{where}boxes: expected another box"
+
+
+@pytest.mark.parametrize("model", READERS)
+def test_a_request_without_elements_calls_no_other_step(server: Running, model: str, tmp_path: Path) -> None:
+    pipeline = Pipeline(server, model, "fused" if model == "reader" else "graph", tmp_path / "log")
+    before = pipeline.executions()
+    found = values(ask(server, model, 0))
+    assert (found["text"], found["text_count"], found["crop_count"]) == ([[]], [0], [0])
+    assert pipeline.executions() - before == Counter(detect=1)
+    found = values(ask(server, model, 0, 2, 1))
+    assert pipeline.executions() - before == Counter(detect=2, crop=1, read=1)

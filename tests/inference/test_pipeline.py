@@ -14,16 +14,18 @@ from hypothesis import strategies as st
 
 from headwater.errors import DeclarationError
 from headwater.model import Embedding, Parameter
-from headwater.pipeline import INPUT, PipelineSpec, Plan, StepSpec, Wire, check_names, make_plan
+from headwater.pipeline import INPUT, FeatureCacheSpec, PipelineSpec, Plan, StepSpec, Wire, check_names, make_plan
 from headwater.signature import HeadSpec, Signature, TensorSpec
 
 
 def tensor(text: str) -> TensorSpec:
-    """From ``x FP32 [8, -1]``, with ``?`` at its end if it is optional; ``x`` alone is FP32 [4]."""
-    found = re.fullmatch(r"(\S+?)(?: (\w+) \[(.*)\])?(\??)", text)
+    """From ``x FP32 [8, -1]``, with ``?`` at its end if it is optional, ``*`` if it is ragged; ``x`` alone is FP32
+    [4]."""
+    found = re.fullmatch(r"(\S+?)(?: (\w+) \[(.*)\])?([?*]?)", text)
     assert found is not None
-    name, datatype, dims, optional = found.groups()
-    return TensorSpec(name, datatype or "FP32", tuple(map(int, dims.split(","))) if dims else (4,), bool(optional))
+    name, datatype, dims, mark = found.groups()
+    shape = tuple(map(int, dims.split(","))) if dims else (4,)
+    return TensorSpec(name, datatype or "FP32", shape, mark == "?", ragged=mark == "*")
 
 
 def model(inputs: str, outputs: str, **fields: Any) -> Signature:
@@ -40,15 +42,23 @@ Steps = Mapping[str, Signature]
 Inputs = Mapping[str, dict[str, str]]
 
 
-def graph(steps: Steps, heads: tuple[str, ...], inputs: Inputs | None = None, **fields: Any) -> PipelineSpec:
-    mapped = inputs or {}
-    return PipelineSpec(tuple(StepSpec(name, "m:M", inputs=mapped.get(name, {})) for name in steps), heads, **fields)
+def graph(
+    steps: Steps,
+    heads: tuple[str, ...],
+    inputs: Inputs | None = None,
+    expands: Mapping[str, str] | None = None,
+    **fields: Any,
+) -> PipelineSpec:
+    mapped, expanded = inputs or {}, expands or {}
+    specs = (StepSpec(name, "m:M", inputs=mapped.get(name, {}), expand=expanded.get(name, "")) for name in steps)
+    return PipelineSpec(tuple(specs), heads, **fields)
 
 
 def planned(
     steps: Steps,
     heads: tuple[str, ...] | None = None,
     inputs: Inputs | None = None,
+    expands: Mapping[str, str] | None = None,
     **fields: Any,
 ) -> Plan:
     """A trunk and its heads if one step is called ``trunk``, else a graph."""
@@ -56,7 +66,7 @@ def planned(
         heads = heads or tuple(name for name in steps if name != "trunk")
         fields = {"trunk": "trunk", **fields}
     assert heads is not None
-    return make_plan(graph(steps, heads, inputs, **fields), steps, name="whole", max_batch_size=16)
+    return make_plan(graph(steps, heads, inputs, expands, **fields), steps, name="whole", max_batch_size=16)
 
 
 def refused(*arguments: Any, **fields: Any) -> str:
@@ -532,3 +542,98 @@ def test_all_unknown_steps_and_heads_are_named_at_once() -> None:
     first, second = caught.value.args
     assert first.endswith("got `digits`; did you mean `digit`?")
     assert second.endswith("unknown step `trunc`; expected `trunk`, `digit` or `input`; did you mean `trunk`?")
+
+
+# Elements of ragged outputs as rows.
+
+DETECT = model("image", "boxes FP32 [-1, 6]*; names BYTES [-1]*; size INT64 [2]")
+CROP = model("image; boxes FP32 [6]; size INT64 [2]", "crop FP32 [8]")
+RECOGNISE = model("crop FP32 [8]; names BYTES [1]", "text BYTES [1]; scores FP32 [-1]")
+READING: Steps = {"detect": DETECT, "crop": CROP, "recognise": RECOGNISE}
+IMAGES = {"detect": {"image": "input.image"}, "crop": {"image": "input.image"}}
+
+
+def test_what_follows_an_expanded_step_has_its_elements_and_a_head_of_elements_is_ragged() -> None:
+    plan = planned(READING, ("recognise",), IMAGES, {"crop": "detect"})
+    assert {step.name: step.elements_of for step in plan.steps} == {
+        "detect": "", "crop": "detect", "recognise": "detect",
+    }  # fmt: skip
+    assert plan.steps[1].expected["boxes"].shape == (6,)
+    assert plan.steps[1].expected["size"].shape == (2,)
+    assert plan.steps[2].expected["names"].shape == (1,)
+    assert [(spec.name, spec.shape, spec.ragged, spec.counts) for spec in plan.signature.outputs] == [
+        ("text", (-1, 1), True, ""), ("text_count", (1,), False, "text"),
+        ("scores", (-1, -1), True, ""), ("scores_count", (1,), False, "scores"),
+    ]  # fmt: skip
+    assert plan.signature.heads == (HeadSpec("recognise", ("text", "text_count", "scores", "scores_count")),)
+    assert [spec.name for spec in plan.signature.inputs] == ["image"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "expands", "message"),
+    [
+        (
+            {}, {},
+            "step `crop`, input `boxes`: expected an output with an array for all rows, got the ragged "
+            "`detect.boxes`; to take its elements as rows, set `expand: detect`",
+        ),
+        ({}, {"crop": "detector"}, "step `crop`, expand: expected another step, got `detector`; did you mean `detect`"),
+        ({}, {"crop": "crop"}, "step `crop`, expand: expected another step, got `crop`"),
+        (
+            {"crop": model("image; boxes FP32 [5]", "crop FP32 [8]")}, {"crop": "detect"},
+            "step `crop`, input `boxes`: shape mismatch: expected FP32 [5], got FP32 [6] from `detect.boxes`",
+        ),
+        (
+            {"crop": model("image; boxes FP32 [6]", "crop FP32 [8]; words BYTES [-1]*")}, {"crop": "detect"},
+            "step `crop`: expected no ragged outputs of a step whose rows are elements of `detect`",
+        ),
+        (
+            {}, {"crop": "detect", "recognise": "crop"},
+            "step `recognise`, expand: expected a step whose rows are the pipeline's, got `crop`, whose rows are "
+            "elements of `detect`; only one level of elements is possible",
+        ),
+        (
+            {"crop": model("image", "crop FP32 [8]")}, {"crop": "detect"},
+            "step `crop`, expand: expected an input from a ragged output of `detect`, got none; its ragged outputs "
+            "are: `boxes`, `names`",
+        ),
+        (
+            {"crop": msgspec.structs.replace(CROP, streams=True)}, {"crop": "detect"},
+            "step `crop`, expand: expected no step that streams, got `crop`",
+        ),
+        (
+            {"detect": msgspec.structs.replace(DETECT, streams=True)}, {"crop": "detect"},
+            "step `crop`, expand: expected no step that streams, got `detect`",
+        ),
+    ],
+)  # fmt: skip
+def test_elements_that_a_step_can_not_take(steps: Steps, expands: Mapping[str, str], message: str) -> None:
+    assert message in refused({**READING, **steps}, ("recognise",), IMAGES, expands)
+
+
+def test_a_head_that_takes_the_elements_of_a_trunk() -> None:
+    steps = {"trunk": DETECT, "crop": CROP}
+    plan = planned(steps, expands={"crop": "trunk"})
+    assert [spec.name for spec in plan.signature.outputs] == ["crop", "crop_count"]
+    assert wires(plan, "crop") == {"image": "input.image", "boxes": "trunk.boxes", "size": "trunk.size"}
+
+
+def test_elements_of_two_steps() -> None:
+    steps = {
+        **READING,
+        "find": model("image", "faces FP32 [-1, 6]*"),
+        "both": model("crop FP32 [8]; faces FP32 [6]", "y"),
+    }
+    inputs = {**IMAGES, "find": {"image": "input.image"}}
+    message = (
+        "step `both`, input `faces`: expected elements of `detect`, as in other inputs, got elements of `find` from "
+        "`find.faces`; a step takes elements of one step"
+    )
+    assert message in refused(steps, ("both", "recognise"), inputs, {"crop": "detect"})
+
+
+def test_no_cache_of_ragged_outputs() -> None:
+    spec = graph(READING, ("recognise",), IMAGES, {"crop": "detect"})
+    steps = (msgspec.structs.replace(spec.steps[0], cache=FeatureCacheSpec(1)), *spec.steps[1:])
+    with pytest.raises(DeclarationError, match="step `detect`, cache: expected a step without ragged outputs"):
+        make_plan(msgspec.structs.replace(spec, steps=steps), READING, name="p", max_batch_size=1)

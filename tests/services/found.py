@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headwater import BadInput, Model, Tensor
+from headwater import BadInput, Model, Parameter, Tensor
 
 
 class Boxes(Model):
@@ -67,3 +67,36 @@ class Numbers(Model):
     def __call__(self, n: npt.NDArray[np.int64]) -> dict[str, Any]:
         """Pass n on."""
         return {"n": n}
+
+
+class Crops(Model):
+    """For a box [n, place] of a number n the crop [n, place, rows of the call]; the box [5, 4] is refused."""
+
+    inputs = (Tensor("n", "INT64", [1]), Tensor("boxes", "FP32", [2]))
+    outputs = (Tensor("crop", "FP32", [3]),)
+
+    def __call__(self, n: npt.NDArray[np.int64], boxes: npt.NDArray[np.float32]) -> dict[str, Any]:
+        """Cut the boxes."""
+        if [5, 4] in boxes.tolist():
+            raise BadInput("boxes: expected another box")
+        if len(boxes) > 1 or boxes.any():  # the warm-up has a box of zeros
+            np.testing.assert_array_equal(n[:, 0], boxes[:, 0])
+        return {"crop": np.column_stack([boxes, np.full(len(boxes), len(boxes), "f4")])}
+
+
+class Texts(Model):
+    """Says a crop's name, as the detector has it, with the text that it was told."""
+
+    inputs = (Tensor("crop", "FP32", [3]), Tensor("names", "BYTES", [1]))
+    outputs = (Tensor("text", "BYTES", [1]), Tensor("calls", "INT64", [2]))
+    parameters = (Parameter("greeting", "str", "a", per="row"),)
+
+    def __call__(
+        self, crop: npt.NDArray[np.float32], names: npt.NDArray[np.object_], parameters: dict[str, list[str]]
+    ) -> dict[str, Any]:
+        """Read the crops."""
+        texts = [f"{text} {name.decode()}" for text, (name,) in zip(parameters["greeting"], names, strict=True)]
+        return {
+            "text": np.array(texts, object).reshape(-1, 1),
+            "calls": np.column_stack([crop[:, 2].astype(np.int64), np.full(len(crop), len(crop))]),
+        }

@@ -37,7 +37,7 @@ __all__ = ["grpc_outputs", "warm_up"]
 
 LONGEST_CALL_S: Final = 5.0
 """Seconds that a call of the warm-up may take; from the first call on that would take longer, sizes are left out."""
-_RAISED: Final = re.compile(r"(?:(?:step|model) `[^`]*`: )?(\w+)(?::|\Z)")
+_RAISED: Final = re.compile(r"(?:element \d+: )?(?:(?:step|model) `[^`]*`: )?(\w+)(?::|\Z)")
 """Matches the exception's class at the beginning of the message of a row whose call raised."""
 
 Input = tuple[TensorSpec, bytes, list[int]]

@@ -24,8 +24,11 @@ __all__ = [
     "SlicedRagged",
     "SlicedTensor",
     "element_count",
+    "elements_of",
     "join_rows",
     "longest_row",
+    "ragged_of",
+    "repeated",
     "resized",
     "sliced_outputs",
 ]
@@ -212,8 +215,11 @@ def join_rows(name: str, parts: Sequence[RawTensor], *, is_ragged: bool = False)
         CallableFailed: the parts' shapes differ in more than the number of rows.
     """
     if is_ragged:
-        size = max(part.shape[1] for part in parts)
-        parts = [resized(part, size) for part in parts]
+        shape = max(part.shape[1:] for part in parts)  # one with elements: without any, dimensions that vary may be 0
+        whole = (
+            part if part.shape[1] else RawTensor(part.datatype, (part.shape[0], 0, *shape[1:]), b"") for part in parts
+        )
+        parts = [resized(part, shape[0]) for part in whole]
     first = parts[0]
     for part in parts:
         if part.shape[1:] != first.shape[1:]:
@@ -223,6 +229,38 @@ def join_rows(name: str, parts: Sequence[RawTensor], *, is_ragged: bool = False)
             )
     rows = sum(part.shape[0] for part in parts)
     return RawTensor(first.datatype, (rows, *first.shape[1:]), b"".join(part.data for part in parts))
+
+
+def elements_of(tensor: RawTensor, counts: Sequence[int]) -> RawTensor:
+    """The elements of a ragged output, one row after another, at least a single element; numbers and texts become [1].
+
+    Args:
+        tensor: the output.
+        counts: the rows' sizes.
+    """
+    rows, size, *rest = tensor.shape
+    sliced = SlicedTensor(RawTensor(tensor.datatype, (rows * size, *rest), tensor.data))
+    data = b"".join(sliced.rows(row * size, count).data for row, count in enumerate(counts))
+    return RawTensor(tensor.datatype, (sum(counts), *(rest or [1])), data)
+
+
+def repeated(tensor: RawTensor, counts: Sequence[int]) -> RawTensor:
+    """A tensor, of at least a single row, with each row as often as its count says."""
+    sliced = SlicedTensor(tensor)
+    data = b"".join(sliced.rows(row, 1).data for row, count in enumerate(counts) for _ in range(count))
+    return RawTensor(tensor.datatype, (sum(counts), *tensor.shape[1:]), data)
+
+
+def ragged_of(tensor: RawTensor, counts: Sequence[int]) -> RawTensor:
+    """The ragged output with these elements, one row after another, of which each row has its count; there is at least
+    a single element."""
+    sliced, size = SlicedTensor(tensor), max(counts)
+    starts = itertools.accumulate(counts, initial=0)
+    rows = [
+        resized(RawTensor(tensor.datatype, (1, count, *tensor.shape[1:]), sliced.rows(start, count).data), size)
+        for start, count in zip(starts, counts, strict=False)
+    ]
+    return RawTensor(tensor.datatype, (len(counts), size, *tensor.shape[1:]), b"".join(row.data for row in rows))
 
 
 def longest_row(tensor: RawTensor) -> int:

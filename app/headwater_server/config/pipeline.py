@@ -19,7 +19,7 @@ __all__ = ["EmbeddingMap", "Pipeline", "Step"]
 
 TRUNK = "trunk"
 
-_STEP_FIELDS = {"model", "deployment", "options", "inputs", "timeout_s", "on_error"}
+_STEP_FIELDS = {"model", "deployment", "options", "inputs", "timeout_s", "on_error", "expand"}
 """Fields of a step that are not settings of its replicas."""
 _STEP_NAME = re.compile(r"[A-Za-z0-9_-]{1,50}\Z")
 
@@ -39,6 +39,8 @@ class Step(Section):
     has a deadline."""
     on_error: Literal["fail", "omit"] = "fail"
     """Whether a head's failure fails the request, or omits the head's outputs and reports it."""
+    expand: str | None = None
+    """The name of a step whose ragged outputs this step takes, each element as a row of its own."""
 
     # These fields apply to a step with `model` in placement `graph`; `cache` applies in both placements. A field that
     # is None has the value of the pipeline's deployment. The variables of `environment` are laid over the deployment's.
@@ -77,7 +79,7 @@ class Step(Section):
         cache = None if kept is None else FeatureCacheSpec(kept.max_bytes, kept.ttl_s or 0, kept.per_key)
         return StepSpec(
             name, self.model or "", self.deployment or "", self.options, self.inputs, self.timeout_s, self.on_error,
-            cache,
+            cache, self.expand or "",
         )  # fmt: skip
 
 

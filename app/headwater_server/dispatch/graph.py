@@ -7,12 +7,22 @@ import asyncio
 import functools
 import logging
 import math
-from collections.abc import Callable, Hashable
+import struct
+from collections.abc import Callable, Hashable, Mapping
 
 from headwater.datatypes import DATATYPES
 from headwater.pipeline import INPUT, PlannedStep, Wire, tensor_text
-from headwater.signature import Signature
-from headwater_server.codecs.tensors import InferRequest, Outputs, OutputWish, RawTensor, element_count
+from headwater.signature import COUNT, Signature
+from headwater_server.codecs.tensors import (
+    InferRequest,
+    Outputs,
+    OutputWish,
+    RawTensor,
+    element_count,
+    elements_of,
+    ragged_of,
+    repeated,
+)
 from headwater_server.control.route_kinds import GraphKind
 from headwater_server.control.routing import DeploymentRoute, unavailable
 from headwater_server.dispatch.collector import Collector, wanted_heads
@@ -114,6 +124,8 @@ class _GraphRun:
         self._deadlines = Deadlines(collector, route.timeout_s, request.timeout_us, on_head=self._give_up)
         needed = self._plan.needed(collector.heads)
         self._steps = [step for step in self._plan.steps if step.name in needed]
+        self._ragged = {f"{step.name}.{spec.name}" for step in self._steps for spec in step.outputs if spec.ragged}
+        """Sources with elements."""
         self._tasks: dict[str, asyncio.Task[Outputs]] = {}
         for step in self._steps:
             task = self._tasks[step.name] = asyncio.create_task(self._step(step))
@@ -148,7 +160,8 @@ class _GraphRun:
         self.collector.decide(step, error=error.again())
 
     async def _step(self, step: PlannedStep) -> Outputs:
-        """Call a step as soon as its inputs are available, and return its outputs.
+        """Call a step as soon as its inputs are available, and return its outputs. A step whose rows are elements is
+        called once with those of all rows, or not at all if there are none; its outputs are returned as ragged.
 
         Raises:
             HeadwaterError: the step failed, or a step that it depends on.
@@ -157,24 +170,36 @@ class _GraphRun:
         for parent in step.parents:
             # `asyncio.wait` doesn't cancel the parent's task when this step is cancelled: other steps may need it.
             await asyncio.wait({tasks[parent]})
+        sources = {wire: self.request.inputs if wire.step == INPUT else self._made(step, wire) for wire in step.wires}
+        counts, rows = None, self.request.rows
+        if step.elements_of:
+            taken = {wire: outputs for wire, outputs in sources.items() if wire.source in self._ragged}
+            counts = _counts(step, taken, rows)
+            rows = sum(counts)
+            if not rows:
+                return _without_elements(step, len(counts))
         inputs: dict[str, RawTensor] = {}
-        for wire in step.wires:
-            if wire.step == INPUT:
-                if wire.output in self.request.inputs:
-                    inputs[wire.input] = self.request.inputs[wire.output]
+        for wire, outputs in sources.items():
+            tensor = outputs.get(wire.output)
+            if tensor is None:
+                if wire.step != INPUT:
+                    raise _mismatch(step, wire, rows, "nothing")
                 continue
-            outputs = self._made(step, wire)
-            inputs[wire.input] = _checked(outputs.get(wire.output), step, wire, self.request.rows)
+            if counts is not None:
+                tensor = (elements_of if wire.source in self._ragged else repeated)(tensor, counts)
+            inputs[wire.input] = tensor if wire.step == INPUT else _checked(tensor, step, wire, rows)
         dispatcher = self._find(step.spec.deployment or f"{self._name}.{step.name}")
         if dispatcher is None:
             raise Unavailable(f"step `{step.name}`: its deployment is gone", retry_after_s=2)
         try:
-            request = self._request(step, inputs, is_kept=dispatcher.route.cache is not None)
-            return (await dispatcher.infer(request, is_step=True)).outputs
-        except BadRequest:
-            raise
+            request = self._request(step, inputs, rows, is_kept=dispatcher.route.cache is not None)
+            made = (await dispatcher.infer(request, is_step=True)).outputs
         except HeadwaterError as error:
-            raise error.again(f"step `{step.name}`: {error.message}") from error
+            if isinstance(error, BadRequest) and not step.elements_of:
+                raise
+            of = f", whose rows are the elements of `{step.elements_of}`" if step.elements_of else ""
+            raise error.again(f"step `{step.name}`{of}: {error.message}") from error
+        return made if counts is None else _ragged(made, counts)
 
     def _made(self, step: PlannedStep, wire: Wire) -> Outputs:
         """The outputs of the step that ``wire`` comes from.
@@ -188,18 +213,21 @@ class _GraphRun:
         except HeadwaterError as error:
             # Raise a copy: an exception that is raised in several tasks collects the tracebacks of them all.
             mismatch = error.mismatch if isinstance(error, CallableFailed) else None
-            if mismatch is None or mismatch.output != wire.output or not mismatch.shape:
+            if mismatch is None or mismatch.output != wire.output or not mismatch.shape or step.elements_of:
                 raise error.again() from None
             rows = mismatch.shape[0] * self.request.rows // mismatch.rows  # the call may have had a part of the rows
             got = tensor_text(mismatch.datatype, (rows, *mismatch.shape[1:]))
             raise _mismatch(step, wire, self.request.rows, got) from error
 
-    def _request(self, step: PlannedStep, inputs: dict[str, RawTensor], *, is_kept: bool) -> InferRequest:
-        """The request to a step. If the step's answers are cached, all its outputs are requested, so that the answer
-        suits requests for any heads."""
+    def _request(self, step: PlannedStep, inputs: dict[str, RawTensor], rows: int, *, is_kept: bool) -> InferRequest:
+        """The request to a step, with the counts of ragged outputs. If the step's answers are cached, all its outputs
+        are requested, so that the answer suits requests for any heads."""
         signature = step.signature
         wanted = {output.name for output in self.request.outputs} if step.name in self.collector.heads else set()
         wanted |= {wire.output for consumer in self._steps for wire in consumer.wires if wire.step == step.name}
+        for spec in step.outputs:
+            if spec.counts and {spec.name, spec.counts} & wanted:
+                wanted |= {spec.name, spec.counts}
         parameters = {parameter.name for parameter in signature.parameters}
         batch, row = (
             {name: value for name, value in values.items() if name in parameters}
@@ -208,7 +236,7 @@ class _GraphRun:
         return InferRequest(
             id=self.request.id,
             inputs=inputs,
-            rows=self.request.rows,
+            rows=rows,
             outputs=[OutputWish(spec.name, True) for spec in signature.outputs if is_kept or spec.name in wanted],
             batch_parameters=batch,
             row_parameters=row,
@@ -218,14 +246,53 @@ class _GraphRun:
         )
 
 
-def _checked(tensor: RawTensor | None, step: PlannedStep, wire: Wire, rows: int) -> RawTensor:
-    """Check that a tensor is present and has the datatype, shape and size that an input expects.
+def _counts(step: PlannedStep, taken: Mapping[Wire, Outputs], rows: int) -> list[int]:
+    """The number of elements of each row, given the outputs of the steps that the elements come from.
 
     Raises:
-        CallableFailed: the tensor is missing, or has another datatype, shape or size.
+        CallableFailed: a ragged output is missing or malformed, or two have different numbers of elements.
     """
-    if tensor is None:
-        raise _mismatch(step, wire, rows, "nothing")
+    sizes: dict[str, list[int]] = {}
+    for wire, outputs in taken.items():
+        tensor, counts = outputs.get(wire.output), outputs.get(COUNT.format(wire.output))
+        shape = () if tensor is None else tensor.shape
+        found = sizes[wire.source] = [] if counts is None else list(memoryview(bytes(counts.data)).cast("i"))
+        if len(shape) < 2 or shape[0] != rows or len(found) != rows or max(found, default=0) > shape[1]:
+            got = "nothing" if tensor is None else f"{tensor_text(tensor.datatype, shape)} with the counts {found}"
+            raise CallableFailed(
+                f"step `{step.name}`, input `{wire.input}`: expected a ragged output of {rows} rows and the counts of "
+                f"their elements, got {got} from `{wire.step}`"
+            )
+    first, *others = sizes
+    for other in others:
+        if sizes[other] != sizes[first]:
+            raise CallableFailed(
+                f"step `{step.name}`: expected as many elements in each ragged input, got {sizes[first]} from "
+                f"`{first}` and {sizes[other]} from `{other}`"
+            )
+    return sizes[first]
+
+
+def _ragged(outputs: Outputs, counts: list[int]) -> Outputs:
+    """A step's outputs as ragged outputs of the rows that have the elements."""
+    raw = RawTensor("INT32", (len(counts), 1), struct.pack(f"<{len(counts)}i", *counts))
+    ragged = {name: ragged_of(tensor, counts) for name, tensor in outputs.items()}
+    return ragged | dict.fromkeys(map(COUNT.format, outputs), raw)
+
+
+def _without_elements(step: PlannedStep, rows: int) -> Outputs:
+    """A step's outputs, for rows without elements."""
+    counts = {spec.name: RawTensor("INT32", (rows, 1), bytes(4 * rows)) for spec in step.outputs if spec.counts}
+    shapes = {spec: (rows, 0, *(max(dim, 0) for dim in spec.shape[1:])) for spec in step.outputs if spec.ragged}
+    return counts | {spec.name: RawTensor(spec.datatype, shape, b"") for spec, shape in shapes.items()}
+
+
+def _checked(tensor: RawTensor, step: PlannedStep, wire: Wire, rows: int) -> RawTensor:
+    """Check that a tensor has the datatype, shape and size that an input expects.
+
+    Raises:
+        CallableFailed: the tensor has another datatype, shape or size.
+    """
     spec = step.expected[wire.input]
     fits = len(tensor.shape) == len(spec.shape) + 1 and all(
         dim in (-1, got) for dim, got in zip((rows, *spec.shape), tensor.shape, strict=True)

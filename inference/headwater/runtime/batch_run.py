@@ -470,7 +470,7 @@ class BatchRun:
         place_of = {row: place for place, row in enumerate(result.rows)}
         good = [place for place, row in enumerate(wanted) if row in place_of]
         order = [place_of[wanted[place]] for place in good]
-        for spec in self._steps[head].planned.signature.outputs if good else ():
+        for spec in self._steps[head].planned.outputs if good else ():
             array = arrays[spec.name]
             if len(good) < len(wanted):
                 array = spread(spec, array[order], good, len(wanted))

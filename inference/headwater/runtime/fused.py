@@ -15,6 +15,7 @@ from headwater.pipeline import Plan, PlannedStep
 from headwater.runtime.batch_run import BatchRun, Pace
 from headwater.runtime.capacity import Capacity
 from headwater.runtime.channel import StreamChannels
+from headwater.runtime.elements import ElementStep
 from headwater.runtime.feature_cache import FeatureCache
 from headwater.runtime.request import Part, TritonRequest, read_request, refusal
 from headwater.runtime.step import Handover, Step
@@ -68,7 +69,7 @@ class FusedPipeline:
         # A plain model that streams is called a model in messages: clients don't know that it is a step.
         kind = "model" if [step.name for step in plan.steps] == [plan.signature.name] else "step"
         self.steps = {
-            planned.name: Step(
+            planned.name: (ElementStep if planned.elements_of else Step)(
                 planned, models[planned.name], device,
                 handovers=_handovers(plan, planned), is_head=planned.name in self._heads, executor=executor,
                 on_broken=on_broken, watch=watch, where=f"{kind} `{planned.name}`: ", capacity=capacity,
@@ -141,8 +142,9 @@ def _report_of(error: Exception) -> RowReport:
 
 
 def _handovers(plan: Plan, producer: PlannedStep) -> list[Handover]:
+    ragged = {spec.name: spec for spec in producer.signature.outputs if spec.ragged}
     return [
-        Handover(wire.output, consumer.name, wire.input, consumer.expected[wire.input])
+        Handover(wire.output, consumer.name, wire.input, consumer.expected[wire.input], ragged.get(wire.output))
         for consumer in plan.steps
         for wire in consumer.wires
         if wire.step == producer.name

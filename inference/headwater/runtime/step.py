@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import inspect
+import itertools
 import math
 import sys
 import time
@@ -25,8 +26,10 @@ from headwater.runtime.request_log import note_call, requests_of
 from headwater.runtime.stream_control import StreamControl
 from headwater.runtime.values import (
     checked,
+    checked_elements,
     converted,
     copied,
+    first_rows,
     joined,
     one_row,
     overlaps,
@@ -58,6 +61,8 @@ class Handover(NamedTuple):
     input: str
     expected: TensorSpec
     """The tensor that the consumer expects."""
+    ragged: TensorSpec | None = None
+    """The output's declaration if it is ragged; ``expected`` is then each element."""
 
 
 class Given(NamedTuple):
@@ -77,7 +82,10 @@ class Given(NamedTuple):
     owners: Sequence[str] = ()
     """The name of each row's API key. Without API keys the names are empty, or there are no names."""
     until_s: float = math.inf
-    """Deadline on the clock of `time.monotonic`: a coroutine is cancelled then; a plain function runs on."""
+    """Deadline on the clock of `time.monotonic`: a coroutine is cancelled then; a plain function runs on, but it isn't
+    called for further rows."""
+    places: Mapping[str, Sequence[int]] = {}
+    """For each input in which rows share values: the index of every row's value."""
 
 
 @dataclass(slots=True)
@@ -242,6 +250,9 @@ class Step:
             max_rows = min(self._capacity.most(self.name, _row_bytes(step_input)) or max_rows, max_rows)
         pieces: list[_CallResult] = []
         for start in range(0, max(step_input.rows, 1), max_rows):
+            if start and step_input.until_s <= time.monotonic():
+                step_result.failures.update(dict.fromkeys(rows[start:], RowReport(Status.RAISED, LATE)))
+                break
             part = rows[start : start + max_rows]
             pieces += await self._attempt(step_input, step_result, part, is_retry=is_retry, may_split=may_split)
         if step_result.short and step_input.rows > 1:
@@ -423,10 +434,12 @@ class Step:
             if value is None:
                 arguments[spec.name] = None
                 continue
+            places = step_input.places.get(spec.name)
+            taken_rows = [places[row] for row in rows] if places is not None else None if is_whole else rows
             if spec.name not in self._from_steps:
-                arguments[spec.name] = argument(spec, value, kind, self._device, None if is_whole else rows)
+                arguments[spec.name] = argument(spec, value, kind, self._device, taken_rows)
                 continue
-            taken = converted(spec, value if is_whole else rows_of(value, rows), kind, self._device)
+            taken = converted(spec, value if taken_rows is None else rows_of(value, taken_rows), kind, self._device)
             is_shared = taken is value and spec.name in step_input.shared
             if self.model.mutates_features or self._guard.has_caught:
                 taken, is_shared = copied(taken), False
@@ -458,7 +471,7 @@ class Step:
         to be shared."""
         values, arrays = self._check(result, size)
         if self._sizes:  # a copy, because CUDA graphs return the same memory in each call
-            values = {name: copied(value[: len(rows)]) for name, value in values.items()}
+            values = {name: first_rows(value, len(rows)) for name, value in values.items()}
             arrays = {name: array[: len(rows)] for name, array in arrays.items()}
         for name, value in values.items():
             # Writing into the output would change the input that it shares memory with, and other steps read that
@@ -479,13 +492,7 @@ class Step:
                 raise BadOutput(f"{kind} returned an output {name!r}, expected {', '.join(self._outputs)}")
         if self.model.batch is None:
             result = {name: one_row(value) for name, value in result.items()}
-        values: dict[str, Any] = {}
-        for handover in self._handovers:
-            value = checked(
-                handover.expected, result.get(handover.output), rows,
-                where=f"step `{handover.consumer}`, input `{handover.input}`", source=f"`{self.name}`",
-            )  # fmt: skip
-            values.setdefault(handover.output, value)
+        values = _handed_over(self.name, self._handovers, result, rows)
         arrays: dict[str, Array] = {}
         if self._is_head:
             if self._device.startswith("cuda"):
@@ -540,6 +547,33 @@ async def _in_time(computed: Awaitable[T], until_s: float) -> T:
     return task.result()
 
 
+def _handed_over(step: str, handovers: Sequence[Handover], result: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """The outputs of a step that other steps take, checked; ragged outputs as `Elements`.
+
+    Raises:
+        BadOutput: an output differs from what a step expects, or ragged outputs from each other in their rows' sizes.
+    """
+    values: dict[str, Any] = {}
+    sizes: dict[str, list[int]] = {}
+    for handover in handovers:
+        value, where = result.get(handover.output), f"step `{handover.consumer}`, input `{handover.input}`"
+        if handover.ragged is None:
+            value = checked(handover.expected, value, rows, where=where, source=f"`{step}`")
+        else:
+            is_flat = len(handover.ragged.shape) == 1
+            value = checked_elements(handover.expected, value, rows, is_flat=is_flat, where=where, source=f"`{step}`")
+            sizes[handover.output] = value.counts
+        values.setdefault(handover.output, value)
+    for (name, counts), (other, other_counts) in itertools.pairwise(sizes.items()):
+        if counts != other_counts:
+            row = next(row for row in range(rows) if counts[row] != other_counts[row])
+            raise BadOutput(
+                f"step `{step}`, row {row}: expected as many elements in each ragged output that other steps take, got "
+                f"{counts[row]} of {name!r} and {other_counts[row]} of {other!r}"
+            )
+    return values
+
+
 def _shortage(report: RowReport, rows: int, device: str) -> RowReport:
     """The report of rows that don't fit in the device's memory and can't be split further."""
     rows_text, fix = "1 row alone", "send a smaller input"
@@ -551,8 +585,7 @@ def _shortage(report: RowReport, rows: int, device: str) -> RowReport:
 
 def _row_bytes(step_input: Given) -> int:
     """The average size of a row of the inputs, in bytes."""
-    total: int = sum(value.nbytes for value in step_input.inputs.values())
-    return total // max(step_input.rows, 1)
+    return sum(value.nbytes // max(len(value), 1) for value in step_input.inputs.values())
 
 
 def _join(step_result: Made, pieces: Sequence[_CallResult]) -> bool:

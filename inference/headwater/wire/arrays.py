@@ -15,8 +15,8 @@ from headwater.pipeline import tensor_text
 from headwater.signature import TensorSpec
 
 __all__ = [
-    "NAMES", "Array", "argument", "as_objects", "fetched", "fits", "ragged", "sent", "spread", "widened", "wire",
-    "zeros",
+    "NAMES", "Array", "argument", "as_objects", "fetched", "fits", "padded", "ragged", "sent", "spread", "widened",
+    "wire", "zeros",
 ]  # fmt: skip
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -84,12 +84,22 @@ def ragged(spec: TensorSpec, value: object, rows: int) -> tuple[Array, Array]:
     if len(shapes) > 1:
         shown = " and ".join(str(list(shape)) for shape in sorted(shapes)[:2])
         raise BadOutput(f"{where}: expected rows that differ in the first dimension only, got elements {shown}")
+    return padded(spec, pieces)
+
+
+def padded(spec: TensorSpec, pieces: Sequence[Array]) -> tuple[Array, Array]:
+    """Rows of a ragged output in wire form, at least a single row, with elements of one shape, as `ragged` returns
+    them.
+
+    Raises:
+        BadOutput: the array would have more than `MOST_RAGGED` elements.
+    """
     counts = np.array([[len(piece)] for piece in pieces], np.int32)
-    shape = (rows, int(counts.max(initial=0)), *next(iter(shapes), ()))
+    shape = (len(pieces), int(counts.max(initial=0)), *pieces[0].shape[1:])
     if math.prod(shape) > MOST_RAGGED:
         raise BadOutput(
-            f"{where}: expected at most {MOST_RAGGED} elements in all rows, each as long as the longest, got "
-            f"{math.prod(shape)}; return less for a row, or lower `batching.max_batch_size`"
+            f"output {spec.name!r}: expected at most {MOST_RAGGED} elements in all rows, each as long as the longest, "
+            f"got {math.prod(shape)}; return less for a row, or lower `batching.max_batch_size`"
         )
     whole = zeros(spec, shape)
     for index, piece in enumerate(pieces):

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from headwater.datatypes import pack_bytes, unpack_bytes
 from headwater.signature import TensorSpec
-from headwater_server.codecs.tensors import RawTensor, join_rows, resized, sliced_outputs
+from headwater_server.codecs.tensors import (
+    RawTensor,
+    elements_of,
+    join_rows,
+    ragged_of,
+    repeated,
+    resized,
+    sliced_outputs,
+)
 from headwater_server.errors import CallableFailed
 
 WORDS = TensorSpec("words", "BYTES", (-1, 2), ragged=True)
@@ -65,6 +73,31 @@ def test_ragged_parts_are_joined_with_the_size_of_the_longest(spec: TensorSpec, 
     if parts[0].shape[1] != parts[1].shape[1]:
         with pytest.raises(CallableFailed, match="came back with different shapes"):
             join_rows(spec.name, parts)
+
+
+@pytest.mark.parametrize("spec", [NUMBERS, WORDS])
+@given(rows=ROWS.filter(any), spare=st.integers(0, 3))
+def test_elements_of_all_rows_are_taken_and_given_back(spec: TensorSpec, rows: Rows, spare: int) -> None:
+    counts = [len(row) for row in rows]
+    elements = elements_of(raw(spec, rows, max(counts) + spare), counts)
+    assert elements.shape == (sum(counts), 2)
+    assert rows_of(elements) == [element for row in rows for element in row]
+    assert rows_of(ragged_of(elements, counts)) == rows_of(raw(spec, rows, max(counts)))
+    of_rows = repeated(raw(spec, [[[row, row]] for row in range(1, len(rows) + 1)], 1), counts)
+    assert of_rows.shape == (sum(counts), 1, 2)
+    assert rows_of(of_rows) == [[[row, row]] for row, count in enumerate(counts, 1) for _ in range(count)]
+
+
+def test_numbers_and_texts_become_elements_of_one() -> None:
+    numbers = elements_of(RawTensor("INT16", (2, 2), np.array([1, 0, 2, 3], "<i2").tobytes()), [1, 2])
+    assert (numbers.shape, rows_of(numbers)) == ((3, 1), [[1], [2], [3]])
+    words = elements_of(RawTensor("BYTES", (2, 2), pack_bytes([b"1", b"", b"2", b"3"])), [1, 2])
+    assert (words.shape, unpack_bytes(words.data)) == ((3, 1), [b"1", b"2", b"3"])
+
+
+def test_a_part_without_elements_is_joined_whatever_its_dimensions_are() -> None:
+    parts = [RawTensor("INT16", (1, 0, 0), b""), raw(NUMBERS, [[[1, 2]]], 1), RawTensor("INT16", (2, 0, 0), b"")]
+    assert rows_of(join_rows("numbers", parts, is_ragged=True)) == [[[0, 0]], [[1, 2]], [[0, 0]], [[0, 0]]]
 
 
 def test_a_tensor_of_the_same_size_is_not_copied() -> None:

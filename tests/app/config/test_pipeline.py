@@ -37,7 +37,10 @@ def with_step(**fields: Any) -> dict[str, Any]:
 
 
 def test_a_trunk_and_its_heads() -> None:
-    heads = {"a": {**MODEL, "options": {"k": 1}, "timeout_s": 0.5}, "b": {**MODEL, "on_error": "omit"}}
+    heads = {
+        "a": {**MODEL, "options": {"k": 1}, "timeout_s": 0.5},
+        "b": {**MODEL, "on_error": "omit", "expand": "trunk"},
+    }
     pipeline = read({"trunk": {"model": "m:Trunk"}, "heads": heads}).deployments["p"].pipeline
     assert pipeline is not None
     assert list(pipeline.all_steps()) == ["trunk", "a", "b"]
@@ -45,7 +48,7 @@ def test_a_trunk_and_its_heads() -> None:
     assert spec.steps == (
         StepSpec("trunk", "m:Trunk"),
         StepSpec("a", "m:M", options={"k": 1}, timeout_s=0.5),
-        StepSpec("b", "m:M", on_error="omit"),
+        StepSpec("b", "m:M", on_error="omit", expand="trunk"),
     )
     assert (spec.heads, spec.trunk, spec.placement, spec.embedding) == (("a", "b"), "trunk", "fused", None)
 

@@ -199,10 +199,10 @@ def sections_in(annotation: Any) -> list[type[Section]]:
     return [kind for one in get_args(annotation) for kind in sections_in(one)]
 
 
-def test_there_are_fewer_than_sixty_fields() -> None:
+def test_there_are_at_most_sixty_fields() -> None:
     """So many a reader of the reference can take in: what no operator will ever set is a constant."""
     fields = list(fields_in(Config, set()))
-    assert len(fields) < 60, fields
+    assert len(fields) <= 60, fields
 
 
 VERSIONS: dict[str, Any] = {"model": "m:C", "options": {"a": 1}, "versions": {"1": {}, "2": {}}}

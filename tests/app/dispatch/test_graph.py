@@ -760,3 +760,124 @@ async def test_rows_and_failures_are_counted() -> None:
     counts = counts_of("p")
     assert (counts.total("headwater_rows"), counts.total("headwater_failures")) == (3, 1)
     assert bench.dispatcher.in_flight == 0
+
+
+# Elements of ragged outputs.
+
+
+def reading() -> Plan:
+    """`crop` takes the boxes of `detect`, `read` what `crop` makes of each and its name."""
+    ragged = [
+        TensorSpec("boxes", "FP32", (-1, 3), ragged=True), TensorSpec("boxes_count", "INT32", (1,), counts="boxes"),
+        TensorSpec("names", "BYTES", (-1,), ragged=True), TensorSpec("names_count", "INT32", (1,), counts="names"),
+    ]  # fmt: skip
+    signatures = {
+        "detect": signature([fp32("x", 2)], ragged),
+        "crop": signature([fp32("x", 2), fp32("boxes", 3)], [fp32("crop", 3)]),
+        "read": signature([fp32("crop", 3), TensorSpec("names", "BYTES", (1,))], [fp32("score", 3)]),
+    }
+    given = {"inputs": {"x": "input.x"}}
+    return plan(signatures, {"detect": given, "crop": {**given, "expand": "detect"}}, heads=["read"], trunk=None)
+
+
+def int32(*counts: int) -> RawTensor:
+    return RawTensor("INT32", (len(counts), 1), np.array(counts, "<i4").tobytes())
+
+
+def found(*counts: int, **changes: RawTensor) -> dict[str, RawTensor]:
+    """What `detect` answers: boxes filled with their numbers from 1 on, and names."""
+    size = max(counts)
+    boxes = np.zeros((len(counts), size, 3), "f4")
+    names = [[b""] * size for _ in counts]
+    places = [(row, place) for row, count in enumerate(counts) for place in range(count)]
+    for number, (row, place) in enumerate(places, start=1):
+        boxes[row, place] = number
+        names[row][place] = b"%d" % number
+    return {
+        "boxes": RawTensor("FP32", boxes.shape, boxes.tobytes()), "boxes_count": int32(*counts),
+        "names": RawTensor("BYTES", (len(counts), size), pack_bytes([name for row in names for name in row])),
+        "names_count": int32(*counts), **changes,
+    }  # fmt: skip
+
+
+def values_of(tensor: RawTensor) -> Any:
+    return np.frombuffer(tensor.data, {"FP32": "f4", "INT32": "<i4"}[tensor.datatype]).reshape(tensor.shape).tolist()
+
+
+async def test_a_step_gets_the_elements_of_all_rows_and_its_answer_goes_back_to_them() -> None:
+    bench = Bench(reading())
+    x = RawTensor("FP32", (3, 2), np.array([[1, 1], [2, 2], [3, 3]], "f4").tobytes())
+    answer = bench.send(3, inputs={"x": x})
+    await settle()
+    asked = {output.name for output in bench.call("detect").request.outputs}
+    assert asked == {"boxes", "boxes_count", "names", "names_count"}
+    bench.call("detect").answer(**found(2, 0, 1))
+    await settle()
+    request = bench.call("crop").request
+    assert request.rows == 3
+    assert values_of(request.inputs["x"]) == [[1, 1], [1, 1], [3, 3]]
+    assert values_of(request.inputs["boxes"]) == [[1] * 3, [2] * 3, [3] * 3]
+    bench.call("crop").answer(crop=numbers(3, value=7))
+    await settle()
+    request = bench.call("read").request
+    assert (request.inputs["crop"].shape, request.inputs["names"].shape) == ((3, 3), (3, 1))
+    assert bytes(request.inputs["names"].data) == pack_bytes([b"1", b"2", b"3"])
+    bench.call("read").answer(score=request.inputs["crop"])
+    outputs = (await answer).outputs
+    assert values_of(outputs["score"]) == [[[7] * 3] * 2, [[0] * 3] * 2, [[7] * 3, [0] * 3]]
+    assert values_of(outputs["score_count"]) == [[2], [0], [1]]
+
+
+async def test_without_elements_no_step_is_called() -> None:
+    bench = Bench(reading())
+    answer = bench.send(2)
+    await settle()
+    bench.call("detect").answer(**found(0, 0))
+    outputs = (await answer).outputs
+    assert (outputs["score"].shape, values_of(outputs["score_count"])) == ((2, 0, 3), [[0], [0]])
+    assert (bench.calls("crop"), bench.calls("read")) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"boxes_count": int32(1)},
+            "step `crop`, input `boxes`: expected a ragged output of 2 rows and the counts of their elements, got "
+            "FP32 [2, 2, 3] with the counts [1] from `detect`",
+        ),
+        ({"boxes_count": int32(1, 3)}, "got FP32 [2, 2, 3] with the counts [1, 3] from `detect`"),
+        (
+            {"boxes": RawTensor("FP32", (2, 2, 4), bytes(64))},
+            "step `crop`, input `boxes`: expected FP32 [3, 3], got FP32 [3, 4] from `detect`",
+        ),
+        (
+            {"names_count": int32(2, 2)},
+            "step `read`: expected as many elements in each ragged input, got [1, 2] from `crop.crop` and [2, 2] from "
+            "`detect.names`",
+        ),
+    ],
+)
+async def test_elements_that_do_not_fit_are_named(changes: dict[str, RawTensor], message: str) -> None:
+    bench = Bench(reading())
+    answer = bench.send(2)
+    await settle()
+    bench.call("detect").answer(**found(1, 2, **changes))
+    if "names_count" in changes:
+        await settle()
+        bench.call("crop").answer(crop=numbers(3))
+    with pytest.raises(CallableFailed) as caught:
+        await answer
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize("error", [BadRequest("row 2: no"), CallableFailed("row 2: no")])
+async def test_a_failed_element_says_whose_rows_are_numbered(error: HeadwaterError) -> None:
+    bench = Bench(reading())
+    answer = bench.send(2)
+    await settle()
+    bench.call("detect").answer(**found(1, 2))
+    await settle()
+    bench.call("crop").fail(error)
+    with pytest.raises(type(error), match="step `crop`, whose rows are the elements of `detect`: row 2: no"):
+        await answer

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal
@@ -20,7 +22,7 @@ from headwater.errors import DeclarationError, OutputMismatch
 from headwater.runtime.capacity import Capacity
 from headwater.runtime.fused import FusedPipeline
 from headwater.runtime.runner import Runner
-from headwater.runtime.step import Given, Made, Step
+from headwater.runtime.step import LATE, Given, Made, Step
 from headwater.runtime.stream_control import StreamControl
 from headwater.signature import Signature
 from headwater.wire.report import RowReport, Status
@@ -743,11 +745,16 @@ class Found(Model):
 
 
 class TestRagged:
-    def made(self, *counts: int, max_batch_size: int = 8) -> Made:
+    def made(self, *counts: int, max_batch_size: int = 8, until_s: float = math.inf) -> Made:
         model = Found()
         signature = Signature.of(model, name="m", max_batch_size=max_batch_size)
         step = Runner(model, signature, "cpu").step
-        return asyncio.run(step.run(Given({"n": np.array(counts).reshape(-1, 1)}, len(counts))))
+        return asyncio.run(step.run(Given({"n": np.array(counts).reshape(-1, 1)}, len(counts), until_s=until_s)))
+
+    def test_after_the_deadline_no_further_call_begins(self) -> None:
+        made = self.made(1, 2, 3, 4, 5, max_batch_size=2, until_s=time.monotonic())
+        assert (made.good, made.calls) == ([0, 1], 1)
+        assert made.failures == dict.fromkeys([2, 3, 4], RowReport(Status.RAISED, LATE))
 
     def test_the_signature_has_an_output_with_the_counts(self) -> None:
         outputs = Signature.of(Found(), name="m", max_batch_size=8).outputs
