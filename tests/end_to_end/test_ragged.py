@@ -3,9 +3,11 @@ other steps compute with their elements."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ import pytest
 import tritonclient.http
 
 from tests.asking import Pipeline
-from tests.running import Running, serve
+from tests.running import Running, serve, wait_for
 
-BATCHING = {"max_batch_size": 8, "max_queue_delay_ms": 100}
+BATCHING = {"max_batch_size": 8, "max_in_flight": 1}
 STEPS = {"trunk": {"model": "found:Numbers"}, "heads": {"boxes": {"model": "found:Boxes", "inputs": {"n": "trunk.n"}}}}
 MODELS = ["plain", "fused", "graph"]
 READING = {
@@ -37,7 +39,7 @@ def server() -> Iterator[Running]:
         "deployments": {
             "plain": {"model": "found:Boxes", "batching": BATCHING},
             "fused": {"pipeline": STEPS, "batching": BATCHING},
-            "sums": {"model": "found:Sums", "batching": {"max_batch_size": 16, "max_queue_delay_ms": 500}},
+            "sums": {"model": "found:Sums", "batching": {"max_batch_size": 16, "max_in_flight": 1}},
             "graph": {"pipeline": {**STEPS, "placement": "graph"}, "batching": BATCHING},
             "reader": {"pipeline": READING, "batching": BATCHING},
             "reader-graph": {"pipeline": {**READING, "placement": "graph"}, "batching": BATCHING},
@@ -49,6 +51,24 @@ def server() -> Iterator[Running]:
 
 def ask(server: Running, model: str, *numbers: int, **body: Any) -> httpx.Response:
     return server.infer(model, list(numbers), shape=[len(numbers), 1], name="n", datatype="INT64", **body)
+
+
+@contextlib.contextmanager
+def together(server: Running, model: str, count: int, ask_at_gate: Callable[[float], object]) -> Iterator[None]:
+    """A context in whose background this many requests are sent: none is computed before all have arrived."""
+    gate = server.gate()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ask_at_gate, gate.value)
+        wait_for(gate.has_begun, what="the first call to begin")
+
+        def release() -> None:
+            wait_for(lambda: server.in_flight(model) == 1 + count, what="all requests to arrive")
+            gate.open()
+
+        released = pool.submit(release)
+        yield
+        released.result()
+        first.result()
 
 
 def expected(*numbers: int) -> dict[str, Any]:
@@ -113,11 +133,14 @@ def widths(server: Running, x: np.ndarray[Any, Any], **counts: Any) -> dict[str,
 def test_rows_of_similar_width_share_a_call_and_are_answered_as_alone(server: Running) -> None:
     random = np.random.default_rng(7)
     rows = [random.normal(size=(1, 40 + 5 * (number % 32), 2)).astype("f4") for number in range(64)]
-    with ThreadPoolExecutor(len(rows)) as pool:
-        together = list(pool.map(lambda row: widths(server, row), rows))
-    calls = {answer["call"][0]: answer["call"][1] for answer in together}
-    assert len(calls) <= 8
-    for row, answer in zip(rows, together, strict=True):
+    first = partial(np.full, (1, 40, 2))
+    with (
+        together(server, "sums", len(rows), lambda gate: widths(server, first(gate))),
+        ThreadPoolExecutor(len(rows)) as pool,
+    ):
+        answers = list(pool.map(lambda row: widths(server, row), rows))
+    assert len({answer["call"][0] for answer in answers}) <= 8
+    for row, answer in zip(rows, answers, strict=True):
         assert answer["call"][1] < 2 * row.shape[1] + 2
         np.testing.assert_allclose(answer["same"][0], row[0])
         np.testing.assert_allclose(answer["sum"], row[0].sum(0), rtol=1e-6, atol=1e-5)
@@ -144,7 +167,10 @@ def test_a_count_beyond_the_tensor_is_refused(server: Running, count: int) -> No
 @pytest.mark.parametrize("model", READERS)
 def test_elements_are_rows_of_other_steps_and_come_back_to_their_requests(server: Running, model: str) -> None:
     requests = [(3,), (0,), (1, 4), (0, 0), (2, 5), (4, 0, 1), (5,), (3, -1)]
-    with ThreadPoolExecutor(len(requests)) as pool:
+    with (
+        together(server, model, len(requests), lambda gate: ask(server, model, int(gate))),
+        ThreadPoolExecutor(len(requests)) as pool,
+    ):
         answers = list(
             pool.map(lambda numbers: ask(server, model, *numbers, parameters={"greeting": f"{numbers}"}), requests)
         )

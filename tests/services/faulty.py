@@ -67,7 +67,7 @@ class Slow(Model):
                 pass
         longest = float(x.max())
         if longest >= GATED:
-            _wait_at_gate(longest)
+            wait_at_gate(longest)
         else:
             time.sleep(longest)
         y = x * np.float32(parameters["scale"]) + np.array(parameters["shift"], np.float32)[:, None]
@@ -75,7 +75,8 @@ class Slow(Model):
         return {"y": y, **{name: np.full((len(x), 1), count, np.int32) for name, count in counts.items()}}
 
 
-def _wait_at_gate(value: float) -> None:
+def wait_at_gate(value: float) -> None:
+    """Say that a call has begun, and wait until the `tests.running.Gate` of this value is open."""
     folder = Path(os.environ["TEST_GATES"])
     (folder / f"{value:.0f}.begun").touch()
     while not (folder / f"{value:.0f}.open").exists():

@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from faulty import GATED, wait_at_gate  # type: ignore[import-not-found]  # beside it on a replica's path
 
 from headwater import BadInput, Model, Parameter, Tensor
 
 
 class Boxes(Model):
-    """For a number n, the n boxes [n, 0] to [n, n - 1], and their names; a negative number is refused."""
+    """For a number n, the n boxes [n, 0] to [n, n - 1], and their names; a negative number is refused. The number of a
+    `tests.running.Gate` has no boxes, and waits there."""
 
     inputs = (Tensor("n", "INT64", [1]),)
     outputs = (
@@ -24,7 +26,9 @@ class Boxes(Model):
         """Find the boxes."""
         if (n < 0).any():
             raise BadInput("n: expected no negative number")
-        counts = n[:, 0].tolist()
+        if (gate := n.max()) >= GATED:
+            wait_at_gate(gate)
+        counts = np.where(n >= GATED, 0, n)[:, 0].tolist()
         return {
             "boxes": [np.array([[count, place] for place in range(count)], "f4").reshape(-1, 2) for count in counts],
             "names": [[f"{count}.{place}" for place in range(count)] for count in counts],
@@ -33,7 +37,8 @@ class Boxes(Model):
 
 
 class Sums(Model):
-    """The sum of a row's numbers, and with how many rows, each how long, it was computed."""
+    """The sum of a row's numbers, and in which call, with rows how long, it was computed. The number of a
+    `tests.running.Gate` waits there."""
 
     inputs = (Tensor("x", "FP32", [-1, 2], ragged=True, padding=-9),)
     outputs = (
@@ -48,6 +53,8 @@ class Sums(Model):
     def __call__(self, x: npt.NDArray[np.float32], x_count: npt.NDArray[np.int32]) -> dict[str, Any]:
         """Sum."""
         self.calls += 1
+        if (gate := x.max(initial=0)) >= GATED:
+            wait_at_gate(gate)
         rows = [row[:count] for row, count in zip(x, x_count[:, 0], strict=True)]
         if any((row[count:] != -9).any() for row, count in zip(x, x_count[:, 0], strict=True)):
             raise BadInput("x: expected -9 where a row has ended")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
 from headwater.errors import BadOutput
-from headwater.model import Model
+from headwater.model import Model, Parameter
 from headwater.pipeline import INPUT, PlannedStep
 from headwater.runtime.capacity import Capacity
 from headwater.runtime.compiled import begin_graphs
@@ -450,15 +450,7 @@ class Step:
         if not has_batch_axis:  # the call has one row
             arguments = {name: None if value is None else value[0] for name, value in arguments.items()}
         if self._parameters:
-            per_row = step_input.row_parameters
-            arguments["parameters"] = {
-                parameter.name: step_input.parameters[parameter.name]
-                if parameter.per == "batch"
-                else [per_row[parameter.name][row] for row in rows]
-                if has_batch_axis
-                else per_row[parameter.name][rows[0]]
-                for parameter in self._parameters
-            }
+            arguments["parameters"] = _values(self._parameters, step_input, rows, has_batch_axis=has_batch_axis)
         requests = []
         if self.model.takes_requests:
             texts = step_input.row_parameters[CONTEXT]
@@ -545,6 +537,22 @@ async def _in_time(computed: Awaitable[T], until_s: float) -> T:
         if task.cancelled():
             raise CallFailed(LATE)
     return task.result()
+
+
+def _values(
+    parameters: Sequence[Parameter], step_input: Given, rows: Sequence[int], *, has_batch_axis: bool
+) -> dict[str, Any]:
+    """The values of parameters in a call of these rows; without a batch axis that of the only row, in place of a
+    list."""
+    per_row = step_input.row_parameters
+    return {
+        parameter.name: step_input.parameters[parameter.name]
+        if parameter.per == "batch"
+        else [per_row[parameter.name][row] for row in rows]
+        if has_batch_axis
+        else per_row[parameter.name][rows[0]]
+        for parameter in parameters
+    }
 
 
 def _handed_over(step: str, handovers: Sequence[Handover], result: Mapping[str, Any], rows: int) -> dict[str, Any]:
