@@ -214,6 +214,9 @@ class Request(msgspec.Struct, frozen=True):
     """Time on the clock of `time.time` after which nobody waits for the answer; None: the answer is a stream."""
     headers: dict[str, str] = {}
     """The headers that ``options.headers`` names, by lower-case name; without the headers that the client left out."""
+    response_headers: dict[str, str] = {}
+    """Headers of the answer, which the model may set: those that ``options.response_headers`` names, with values of at
+    most 1,000 printable ASCII characters."""
 
 
 @dataclass(frozen=True)
@@ -353,6 +356,9 @@ class Model:
 
     request_headers: Sequence[str] = ()
     """``options.headers`` of a model that takes requests."""
+
+    response_headers: Sequence[str] = ()
+    """``options.response_headers`` of a model that takes requests."""
 
     bare_rows: ClassVar[bool] = False
     """Whether a request to ``/infer`` may also be a row without the batch axis; the answer then has no batch axis.

@@ -224,6 +224,10 @@ def make_plan(spec: PipelineSpec, signatures: Mapping[str, Signature], *, name: 
                 f"step `{step.name}`, input `{ragged[0]}`: expected no ragged inputs in a pipeline; deploy the model "
                 "by itself"
             )
+        if signature.response_headers and len(spec.steps) > 1:
+            faults.append(
+                f"step `{step.name}`, options.response_headers: a pipeline's step can't set headers; remove it"
+            )
     for planned_step in planned.values():
         faults += (*_cache_faults(planned_step), *_expand_faults(planned_step, planned))
     if faults:

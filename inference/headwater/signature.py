@@ -141,6 +141,8 @@ class Signature(msgspec.Struct, frozen=True):
     transcription: Transcription | None = None
     headers: tuple[str, ...] = ()
     """Names of the headers that the model gets of each request; see `headwater.Model.takes_requests`."""
+    response_headers: tuple[str, ...] = ()
+    """Names of the headers that the model may set in an answer."""
     overlaps: bool = False
     """Whether a replica may compute several calls at once, because a ``__call__`` is a coroutine function."""
 
@@ -253,6 +255,13 @@ class Signature(msgspec.Struct, frozen=True):
                     "whose body would never run; remove its `yield`"
                 )
         call = type(model).__call__
+        if model.response_headers and (
+            inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call) or inspect.iscoroutinefunction(call)
+        ):
+            raise DeclarationError(
+                f"{kind}: options.response_headers: expected a plain function __call__, got a coroutine function or a "
+                "generator, whose answers are sent in pieces"
+            )
         description = (inspect.getdoc(model) or "").split("\n\n")[0].replace("\n", " ")
         return cls(
             name=name,
@@ -269,6 +278,7 @@ class Signature(msgspec.Struct, frozen=True):
             description=description if type(model).__doc__ else "",
             bare_rows=model.bare_rows or model.batch is None,
             headers=tuple(model.request_headers),
+            response_headers=tuple(model.response_headers),
             streams=inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call),
             overlaps=inspect.iscoroutinefunction(call),
         )

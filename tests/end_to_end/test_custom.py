@@ -31,6 +31,8 @@ DEPLOYMENTS: dict[str, Any] = {
     },
     "told": {"model": "custom:Told", "options": {"headers": ["x-user"]}, "timeout_s": 30},
     "slow": {"model": "custom:Told", "options": {"headers": ["x-user"], "takes_s": 0.2}},
+    "billing": {"model": "custom:Billing", "options": {"response_headers": ["x-cost", "x-team"]},
+                "batching": {"max_queue_delay_ms": 50}},
     "often": {"model": "custom:ToldOften", "options": {"headers": ["x-user"]}},
     **{
         f"steps-{placement}": {
@@ -202,3 +204,41 @@ def test_a_bad_name_is_an_error_at_load(running: Running) -> None:
     with serve({"deployments": {"bad": {"model": "custom:BadName"}}}, ready=False) as bad:
         wait_for(lambda: bad.popen.poll() is not None, 60, "the server to end")
         assert "metric 'rows-done', name: expected at most 100 letters, digits and '_'" in bad.log.read_text()
+
+
+def bill(running: Running, *texts: str, route: str = "v2/models/billing/infer") -> httpx.Response:
+    tensor = {"name": "text", "datatype": "BYTES", "shape": [len(texts), 1], "data": list(texts)}
+    body: dict[str, Any] = {"inputs": [tensor]}
+    if route == "v1/embeddings":
+        body = {"model": "billing", "input": list(texts)}
+    elif route.endswith("generate"):
+        body = {"text": texts[0]}
+    return running.client.post(f"{running.url}/{route}", json=body)
+
+
+def test_a_model_sets_headers_of_each_requests_answer(running: Running) -> None:
+    def ask_often() -> None:
+        for rows in (1, 3, 2):
+            answer = bill(running, *["a"] * rows)
+            assert (answer.status_code, answer.headers["x-cost"]) == (200, str(rows))
+
+    with in_background(ask_often, ask_often, ask_often) as results:
+        pass
+    assert results == [None] * 3
+    for route in ("v1/embeddings", "v2/models/billing/generate"):
+        assert bill(running, "a", route=route).headers["x-cost"] == "1"
+    assert "x-cost" not in running.infer("counting", [1.0], shape=[1, 1]).headers
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "words"),
+    [
+        ("x-other", 500, "response_headers: expected one of options.response_headers, x-cost, x-team, got 'x-other'"),
+        ("x-team", 500, "response_headers, 'x-team': expected at most 1,000 printable ASCII characters, got 'a"),
+        ("bad", 400, "text: expected a good one"),
+    ],
+)
+def test_a_header_that_is_not_allowed_fails_its_row(running: Running, text: str, status: int, words: str) -> None:
+    answer = bill(running, text)
+    assert (answer.status_code, "x-cost" in answer.headers) == (status, False)
+    assert words in answer.json()["error"]

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headwater import Embedding, Model, Request, Tensor
+from headwater import BadInput, Embedding, Model, Request, Tensor
 
 Floats = npt.NDArray[np.float32]
 logger = logging.getLogger(__name__)
@@ -64,6 +64,26 @@ class Told(Model):
         logger.warning("computed %d rows for %s", len(text), sorted({request.id for request in requests}))
         told = [[json.dumps({**msgspec.to_builtins(request), "rows": len(text)}).encode()] for request in requests]
         return {"told": np.array(told, object), "embedding": np.zeros((len(text), 2), np.float32)}
+
+
+class Billing(Model):
+    """Sets the header ``x-cost`` to the number of its request's rows in the call, and another if the text says its
+    name; the text ``bad`` is an error."""
+
+    inputs = (Tensor("text", "BYTES", [1]),)
+    outputs = (Tensor("empty", "INT64", [-1]), Tensor("embedding", "FP32", [2]))
+    takes_requests = True
+    embedding = Embedding(input="text", output="embedding")
+
+    def __call__(self, text: Any, requests: list[Request]) -> dict[str, Any]:
+        """Bill."""
+        for (said,), request in zip(text, requests, strict=True):
+            if said == b"bad":
+                raise BadInput("text: expected a good one")
+            request.response_headers["x-cost"] = str(requests.count(request))
+            if said.startswith(b"x-"):
+                request.response_headers[said.decode()] = "a\r\nb" if said == b"x-team" else "1"
+        return {"empty": np.zeros((len(text), 0), np.int64), "embedding": np.zeros((len(text), 2), np.float32)}
 
 
 class ToldAgain(Model):

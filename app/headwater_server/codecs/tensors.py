@@ -80,6 +80,8 @@ class InferRequest(msgspec.Struct, gc=False):
     """Whether the inputs are a single row without the batch axis; the outputs then have no batch axis either."""
     owner: str = ""
     """The name of the API key that was sent with the request; empty: the request came without a key, or is a copy."""
+    answer_headers: dict[str, str] = {}
+    """Headers of the answer that the model has set, once the request is answered."""
     is_copy: bool = False
     """Whether the request is a shadow copy (`headwater_server.dispatch.shadow`), for which no client waits. Copies are
     dropped before any client's request."""

@@ -145,15 +145,15 @@ class Calls:
         if replica.is_sharing:
             self._segments.note_answer(tensors.values(), rows)
         self._meter.note_call(rows, signature.max_batch_size, compute_us * 1000, is_merged=is_merged)
-        failed = [report for report in reports if report.status is not Status.OK]
-        lost = replica_loss(failed)
+        noted = [report for report in reports if report.message or report.status is not Status.OK]
+        lost = replica_loss(noted)
         try:
             outputs = sliced(signature, tensors, reports, rows)
         except CallableFailed as error:
             raise lost or error from None
         for part in parts:
             part.pending.note_call(started_ns, compute_us * 1000)
-        hand_out(parts, WHOLE, outputs, reports if failed else (), is_last=True)
+        hand_out(parts, WHOLE, outputs, reports if noted else (), is_last=True)
         if lost is not None:
             raise lost
         return held

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Sequence
 
+import msgspec
+
 from headwater.signature import Signature
-from headwater.wire.report import RowReport
+from headwater.wire.report import RowNote, RowReport
 from headwater_server.codecs.tensors import InferRequest, Outputs, RawTensor, SlicedTensor, join_rows
 from headwater_server.dispatch.collector import Collector
 from headwater_server.dispatch.deadlines import Deadlines
@@ -75,6 +77,12 @@ class Pending:
     def note_call(self, started_ns: int, compute_ns: int) -> None:
         """Record when its call began, and the time in the callable so far."""
         self.queue_ns, self.compute_ns = started_ns - self.arrived_ns, compute_ns
+
+    def note_headers(self, reports: Sequence[RowReport]) -> None:
+        """Take the headers of the answer that the model has set, from the reports of rows that succeeded."""
+        for report in reports:
+            if report.message:
+                self.request.answer_headers.update(msgspec.json.decode(report.message, type=RowNote).headers)
 
     def transport_ns(self) -> int | None:
         """Nanoseconds since arrival, less queueing and computing; None for a stream, which may wait for its reader."""
@@ -232,6 +240,8 @@ def hand_out(
                 for output in request.outputs
                 if output.name in outputs
             }
+            if reports:
+                part.pending.note_headers(reports[start:end])
             if is_last:
                 part.decide(head, part_outputs)
             else:

@@ -29,6 +29,8 @@ def identify(scope: Scope, model: ServedModel, request: InferRequest) -> None:
     signature, timeout_s = model.dispatcher.check_ready(), model.route.timeout_s
     if request.timeout_us:
         timeout_s = min(timeout_s, request.timeout_us / 1e6)
+    if signature.response_headers:
+        request.answer_headers = state.setdefault("answer_headers", {})
     headers: dict[str, str] = {}
     for raw_name, raw_value in scope["headers"]:
         name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")

@@ -14,7 +14,7 @@ import numpy as np
 
 from headwater.datatypes import DATATYPES, float32_to_bf16
 from headwater.signature import REQUEST, Signature, TensorSpec
-from headwater.wire.report import HEADWATER, REPORT, CallNote, RowReport, Status, placeholder_shape
+from headwater.wire.report import HEADWATER, REPORT, CallNote, RowNote, RowReport, Status, placeholder_shape
 from headwater.wire.shared_memory import SHARED_FROM_BYTES, aligned, stand_in_shape
 from headwater_server.codecs.tensors import InferRequest, Outputs, RawTensor, SlicedTensor, resized, sliced_outputs
 from headwater_server.errors import (
@@ -179,10 +179,10 @@ def sliced(signature: Signature, tensors: Outputs, reports: Sequence[RowReport],
     Raises:
         CallableFailed: an output has another number of rows.
     """
-    true_shapes: dict[str, list[int]] = {}
+    true_shapes: dict[str, tuple[int, ...]] = {}
     for report in reports:
         if report.status is Status.OK and report.message:
-            true_shapes = msgspec.json.decode(report.message)
+            true_shapes = msgspec.json.decode(report.message, type=RowNote).shapes
             break
     outputs = {}
     for spec in signature.outputs:
@@ -191,7 +191,7 @@ def sliced(signature: Signature, tensors: Outputs, reports: Sequence[RowReport],
             continue
         tensor.datatype = spec.datatype  # BF16 travels under another name
         if spec.name in true_shapes:
-            tensor = RawTensor(spec.datatype, tuple(true_shapes[spec.name]), b"")
+            tensor = RawTensor(spec.datatype, true_shapes[spec.name], b"")
         if tensor.shape[0] != rows:
             raise CallableFailed(f"output {spec.name!r}: expected {rows} rows, got shape {list(tensor.shape)}")
         outputs[spec.name] = tensor

@@ -16,7 +16,7 @@ from headwater.errors import LoadError, Problem, did_you_mean
 from headwater.model import Model
 from headwater.reference import kind_and_path
 from headwater.runtime.compiled import COMPILE
-from headwater.runtime.request_log import HEADERS, checked_headers
+from headwater.runtime.request_log import HEADERS, RESPONSE_HEADERS, checked_headers, checked_response_headers
 from headwater.user_folders import user_folders
 
 __all__ = ["asks_compile", "construct", "import_for", "load_model", "wrong_options"]
@@ -106,17 +106,18 @@ def _takes(cls: type[Model], option: str) -> bool:
 
 
 def construct(cls: type[Model], options: Mapping[str, Any]) -> Model:
-    """Construct a model with a deployment's options, except `COMPILE` and, if it takes requests, `HEADERS`, unless the
-    constructor has such a parameter.
+    """Construct a model with a deployment's options, except `COMPILE` and, if it takes requests, `HEADERS` and
+    `RESPONSE_HEADERS`, unless the constructor has such a parameter.
 
     Raises:
         LoadError: an option is unknown or missing, or the constructor raised; the message names it.
     """
     title = f"model {cls.__module__}:{cls.__qualname__}"
     asks_compile(cls, options)
-    server_options = (COMPILE, HEADERS) if cls.takes_requests else (COMPILE,)
+    server_options = (COMPILE, HEADERS, RESPONSE_HEADERS) if cls.takes_requests else (COMPILE,)
     taken = {name: options[name] for name in server_options if name in options and not _takes(cls, name)}
-    headers = checked_headers(title, taken[HEADERS]) if HEADERS in taken else ()
+    headers = checked_headers(title, taken.get(HEADERS, []))
+    response_headers = checked_response_headers(title, taken.get(RESPONSE_HEADERS, []))
     options = {name: value for name, value in options.items() if name not in taken}
     try:
         signature: inspect.Signature | None = inspect.signature(cls)
@@ -132,6 +133,8 @@ def construct(cls: type[Model], options: Mapping[str, Any]) -> Model:
         raise LoadError(problem_of(error, title, "its constructor")) from error
     if headers:
         model.request_headers = headers
+    if response_headers:
+        model.response_headers = response_headers
     return model
 
 

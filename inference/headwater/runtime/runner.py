@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,7 +23,7 @@ from headwater.runtime.step import Given, Made, Step
 from headwater.runtime.watchdog import WatchCall
 from headwater.signature import Signature
 from headwater.wire.arrays import Array, spread, zeros
-from headwater.wire.report import REPORT, RowReport, Status, encode_reports, placeholder_shape
+from headwater.wire.report import REPORT, RowNote, RowReport, Status, encode_reports, placeholder_shape
 from headwater.wire.shared_memory import MappedCall, stand_in_shape
 
 __all__ = ["Runner"]
@@ -106,8 +106,9 @@ class Runner:
                 end = start + part.rows
                 piece = {name: array[start:end] for name, array in outputs.items()}
                 report = reports[start:end]
+                headers = {row - start: step_result.headers[row] for row in step_result.headers if start <= row < end}
                 answers[index] = self._answer(
-                    piece, report, compute_us, part.memory, is_merged=start > 0, held_rows=held
+                    piece, report, compute_us, part.memory, is_merged=start > 0, held_rows=held, headers=headers
                 )
                 start = end
         self.held_rows = 0
@@ -124,7 +125,7 @@ class Runner:
 
     def _answer(
         self, outputs: Arrays, reports: Sequence[RowReport], compute_us: int, memory: MappedCall | None = None, *,
-        is_merged: bool = False, held_rows: int = 0,
+        is_merged: bool = False, held_rows: int = 0, headers: Mapping[int, dict[str, str]] = {},
     ) -> Arrays:  # fmt: skip
         """Outputs and report as sent to Triton. Outputs without elements, whose shape is in the report, and outputs in
         shared memory are replaced with placeholders."""
@@ -136,9 +137,13 @@ class Runner:
             elif not outputs[spec.name].size:
                 empty[spec.name] = outputs[spec.name].shape
                 outputs[spec.name] = zeros(spec, tuple(placeholder_shape(len(reports), spec.shape)))
-        if empty:
-            text = msgspec.json.encode(empty).decode()
-            reports = [RowReport(Status.OK, text) if report.status is Status.OK else report for report in reports]
+        if empty or headers:
+            reports = [
+                RowReport(Status.OK, msgspec.json.encode(RowNote(empty, headers.get(row, {}))).decode())
+                if report.status is Status.OK
+                else report
+                for row, report in enumerate(reports)
+            ]
         outputs[REPORT] = encode_reports(reports, compute_us, is_merged=is_merged, held_rows=held_rows)
         return outputs
 

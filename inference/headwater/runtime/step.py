@@ -22,7 +22,7 @@ from headwater.runtime.capacity import Capacity
 from headwater.runtime.compiled import begin_graphs
 from headwater.runtime.device import free_memory
 from headwater.runtime.failure_log import CallFailed, Failures
-from headwater.runtime.request_log import note_call, requests_of
+from headwater.runtime.request_log import headers_by_row, note_call, requests_of
 from headwater.runtime.stream_control import StreamControl
 from headwater.runtime.values import (
     checked,
@@ -100,6 +100,8 @@ class Made:
     """A head's outputs in wire form, by name; empty for other steps, and if no row succeeded."""
     failures: dict[int, RowReport] = field(default_factory=dict)
     """The report of each failed row, by the row's index."""
+    headers: dict[int, dict[str, str]] = field(default_factory=dict)
+    """Headers of the answer that the model has set, by the row's index."""
     calls: int = 0
     """Number of calls of the model, without retries and warm-up; 0 in a stream's results."""
     retries: int = 0
@@ -407,6 +409,9 @@ class Step:
                 piece = await self._in_executor(compute)
             if not isinstance(piece, _CallResult):
                 piece = await _in_time(self._awaited(piece, rows, watched, size), step_input.until_s)
+        if self.model.response_headers:
+            found = headers_by_row(rows, arguments["requests"], self.model.response_headers)
+            step_result.headers.update(found)
         # A copy, because a later call may reuse the memory.
         return _owned(piece) if is_retry or len(rows) < step_input.rows else piece
 

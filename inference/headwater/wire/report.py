@@ -8,8 +8,7 @@ bytes of a row are
 - the microseconds that the callable took (little-endian uint32, the same in all rows of a call);
 - `CallReport.held_rows` (little-endian uint16, the same in all rows of a call);
 - UTF-8 text, padded with zeros. In a failed row it is the error's message; the JSON of an `OutputMismatch` may follow
-  after a zero. In a row that succeeded it is empty, or the JSON ``{"output": shape}`` of the outputs without elements
-  (they are sent as placeholders, see `placeholder_shape`).
+  after a zero. In a row that succeeded it is empty, or the JSON of a `RowNote`.
 
 Triton may merge waiting calls, which may then share an execution of the callable. In all calls of an execution except
 the first, the high bit of the first byte is set, so that the gateway counts the execution only once.
@@ -37,6 +36,7 @@ __all__ = [
     "REPORT",
     "CallNote",
     "CallReport",
+    "RowNote",
     "RowReport",
     "Status",
     "decode_reports",
@@ -75,12 +75,21 @@ OF_VALUES: Final = frozenset({Status.RAISED, Status.BAD_OUTPUT, Status.BAD_INPUT
 """Outcomes that other values of the inputs may change."""
 
 
+class RowNote(msgspec.Struct, omit_defaults=True):
+    """What the report of a row that succeeded says."""
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    """The shapes of the call's outputs without elements, which are sent as placeholders (see `placeholder_shape`)."""
+    headers: dict[str, str] = {}
+    """Headers of the answer that the model has set."""
+
+
 class RowReport(NamedTuple):
     """One row's report."""
 
     status: Status
     message: str = ""
-    """Why the row failed; for a row that succeeded, empty or the JSON described in the module's docstring."""
+    """Why the row failed; for a row that succeeded, empty or the JSON of a `RowNote`."""
     mismatch: OutputMismatch | None = None
     """The output at fault, if the row failed because the output doesn't match its declaration."""
 

@@ -428,7 +428,7 @@ async def test_rows_without_elements_travel_as_placeholders_and_come_back_empty(
     call = bench.calls[0]
     assert call.shape == [2, 1]
     assert call.note.shapes == {"x": [2, 0]}
-    call.answer([RowReport(Status.OK, '{"y":[2,0]}')] * 2)
+    call.answer([RowReport(Status.OK, '{"shapes":{"y":[2,0]}}')] * 2)
     assert (await task)["y"] == RawTensor("FP32", (2, 0), b"")
 
 

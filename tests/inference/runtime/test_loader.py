@@ -337,6 +337,13 @@ def test_the_option_headers_is_ours_if_the_model_takes_requests_unless_the_const
         construct(Model, {"headers": ["x-user"]})
 
 
+@pytest.mark.parametrize("names", ["x-cost", ["cost"], ["x-request-id"], ["X-Cost"], ["x-a b"], ["x-a"] * 21, [1]])
+def test_headers_of_the_answer_are_names_that_break_nothing(names: Any) -> None:
+    assert construct(Told, {"response_headers": ["x-cost"]}).response_headers == ("x-cost",)
+    with pytest.raises(LoadError, match=r"options\.response_headers: expected a list of at most 20 names such as"):
+        construct(Told, {"response_headers": names})
+
+
 @pytest.mark.parametrize(
     ("headers", "expected"),
     [

@@ -247,7 +247,7 @@ def test_outputs_without_elements_travel_as_placeholders() -> None:
         Request({"x": np.zeros((2, 1), np.float32)}, {HEADWATER: '{"shapes":{"x":[2,0]}}'}),
     )
     assert answer["y"].shape == (2, 1)
-    assert reports(answer) == [RowReport(Status.OK, '{"y":[2,0]}')] * 2
+    assert reports(answer) == [RowReport(Status.OK, '{"shapes":{"y":[2,0]}}')] * 2
 
 
 class Tuned(Model):

@@ -81,7 +81,8 @@ class RequestRecord(msgspec.Struct):
     trace: Trace | None
     """None: tracing is off, or the path is not traced."""
     state: dict[str, Any]
-    """State of the request; has ``version`` if a version of a deployment answers."""
+    """State of the request; has ``version`` if a version of a deployment answers, and ``answer_headers`` if its model
+    may set headers."""
     status: int = 0
     """HTTP status of the answer; 0 until the answer has begun."""
     is_answered: bool = False
@@ -100,12 +101,15 @@ class RequestRecord(msgspec.Struct):
             raise BadRequest(f"header Host: expected a host name or address, and maybe a port, got {self.host_fault}")
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers to add to the answer: the request's id, and, if known, the trace and the version that answers."""
+        """Headers to add to the answer: the request's id, and, if known, the trace, the version that answers and what
+        the model has set."""
         headers = [(b"x-request-id", self.request_id)]
         if self.trace is not None:
             headers.append((b"traceresponse", self.trace.header))
         if "version" in self.state:
             headers.append((b"headwater-version", self.state["version"].encode()))
+        for name, value in self.state.get("answer_headers", {}).items():
+            headers.append((name.encode(), value.encode()))
         return headers
 
 
