@@ -91,8 +91,8 @@ class HeadwaterError(Exception):
     A subclass sets ``status``, ``may_quote`` and ``code`` with class keywords, or inherits them.
     """
 
-    status: ClassVar[int] = 500
-    """HTTP status of the answer."""
+    status: int = 500
+    """HTTP status of the answer: that of the class, or of a row's own refusal."""
     may_quote: ClassVar[bool] = True
     """Whether the message may quote a client's input or a callable's output: the access log shows such a message only
     with ``access_log: full``."""

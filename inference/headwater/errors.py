@@ -5,7 +5,7 @@
     ModelError                   anything below
     ├── DeclarationError         a Tensor, Parameter, Model or pipeline contradicts itself or another declaration, or a
     │                            value doesn't fit its declaration
-    ├── BadInput                 raised by a callable: the client's rows are wrong (400)
+    ├── BadInput                 raised by a callable: the client's rows are wrong (400, or its own 4xx)
     ├── BadOutput                a callable returned something other than it declared (500)
     └── ReplicaError             the replica can't start or continue; its message is for the operator
         ├── EnvironmentUnfit     the Python installation or the machine lacks requirements of every replica
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 __all__ = [
+    "CLIENT_STATUSES",
     "FAULTS",
     "BadInput",
     "BadOutput",
@@ -81,12 +82,27 @@ class DeclarationError(ModelError):
         return "; ".join(filter(None, (*map(str, self.args), self.fix)))
 
 
+CLIENT_STATUSES = (400, 404, 409, 410, 413, 415, 422)
+"""HTTP statuses that a callable may give rows that are the client's fault."""
+
+
 class BadInput(ModelError):
-    """Raised by a callable to answer the client with 400 and this message.
+    """Raised by a callable to answer the client with this message and with ``status``, one of `CLIENT_STATUSES`.
 
     If the model is idempotent and doesn't stream, the batch's other rows still succeed: the replica calls the model
     again with smaller groups of rows. Otherwise all rows of the call fail with this message.
+
+    Raises:
+        ValueError: the status is another number.
     """
+
+    def __init__(self, *args: object, status: int = 400) -> None:
+        super().__init__(*args)
+        if status not in CLIENT_STATUSES:
+            raise ValueError(
+                f"BadInput, status: expected one of {', '.join(map(str, CLIENT_STATUSES))}, got {status!r}"
+            )
+        self.status = status
 
 
 class OutputMismatch(NamedTuple):

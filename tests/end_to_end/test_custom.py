@@ -236,9 +236,24 @@ def test_a_model_sets_headers_of_each_requests_answer(running: Running) -> None:
         ("x-other", 500, "response_headers: expected one of options.response_headers, x-cost, x-team, got 'x-other'"),
         ("x-team", 500, "response_headers, 'x-team': expected at most 1,000 printable ASCII characters, got 'a"),
         ("bad", 400, "text: expected a good one"),
+        ("422", 422, "text: expected no number"),
+        ("401", 500, "ValueError: BadInput, status: expected one of 400, 404, 409, 410, 413, 415, 422, got 401"),
     ],
 )
-def test_a_header_that_is_not_allowed_fails_its_row(running: Running, text: str, status: int, words: str) -> None:
+def test_what_is_refused_has_its_own_status_and_no_header(running: Running, text: str, status: int, words: str) -> None:
     answer = bill(running, text)
     assert (answer.status_code, "x-cost" in answer.headers) == (status, False)
     assert words in answer.json()["error"]
+
+
+def test_rows_beside_a_refused_row_are_answered(running: Running) -> None:
+    def answered() -> list[int]:
+        return [bill(running, "a").status_code for _ in range(3)]
+
+    def refused() -> list[tuple[int, str]]:
+        answers = [bill(running, "a", "404") for _ in range(3)]
+        return [(answer.status_code, answer.json()["error"]) for answer in answers]
+
+    with in_background(answered, refused, answered, refused) as results:
+        pass
+    assert results == [[200] * 3, [(404, "row 1: text: expected no number")] * 3] * 2

@@ -68,7 +68,7 @@ class Told(Model):
 
 class Billing(Model):
     """Sets the header ``x-cost`` to the number of its request's rows in the call, and another if the text says its
-    name; the text ``bad`` is an error."""
+    name; the text ``bad`` is an error, and a number an error with this status."""
 
     inputs = (Tensor("text", "BYTES", [1]),)
     outputs = (Tensor("empty", "INT64", [-1]), Tensor("embedding", "FP32", [2]))
@@ -80,6 +80,8 @@ class Billing(Model):
         for (said,), request in zip(text, requests, strict=True):
             if said == b"bad":
                 raise BadInput("text: expected a good one")
+            if said.isdigit():
+                raise BadInput("text: expected no number", status=int(said))
             request.response_headers["x-cost"] = str(requests.count(request))
             if said.startswith(b"x-"):
                 request.response_headers[said.decode()] = "a\r\nb" if said == b"x-team" else "1"

@@ -21,7 +21,16 @@ from headwater.signature import Signature, TensorSpec
 from headwater.wire.example_rows import example_hint, example_rows
 from headwater.wire.frame import decode_frame
 from headwater.wire.handshake import ReplicaSpec, WarmUpRequest
-from headwater.wire.report import HEADWATER, OF_VALUES, REPORT, CallNote, RowReport, Status, decode_reports
+from headwater.wire.report import (
+    CLIENT_FAULTS,
+    HEADWATER,
+    OF_VALUES,
+    REPORT,
+    CallNote,
+    RowReport,
+    Status,
+    decode_reports,
+)
 from headwater.wire.shared_memory import (
     ANSWER_HEAD_BYTES,
     SHARED_FROM_BYTES,
@@ -101,7 +110,7 @@ def _is_permanent(report: RowReport) -> bool:
     """Whether the model would fail again with the same row. Errors of memory and of the device have other classes; such
     causes may disappear."""
     if report.status is not Status.RAISED:
-        return report.status in (Status.BAD_INPUT, Status.BAD_OUTPUT)
+        return report.status in (*CLIENT_FAULTS.values(), Status.BAD_OUTPUT)
     raised = _RAISED.match(report.message)
     return raised is not None and raised[1] in {"RuntimeError", *(fault.__name__ for fault in FAULTS)}
 

@@ -14,7 +14,16 @@ import numpy as np
 
 from headwater.datatypes import DATATYPES, float32_to_bf16
 from headwater.signature import REQUEST, Signature, TensorSpec
-from headwater.wire.report import HEADWATER, REPORT, CallNote, RowNote, RowReport, Status, placeholder_shape
+from headwater.wire.report import (
+    CLIENT_FAULTS,
+    HEADWATER,
+    REPORT,
+    CallNote,
+    RowNote,
+    RowReport,
+    Status,
+    placeholder_shape,
+)
 from headwater.wire.shared_memory import SHARED_FROM_BYTES, aligned, stand_in_shape
 from headwater_server.codecs.tensors import InferRequest, Outputs, RawTensor, SlicedTensor, resized, sliced_outputs
 from headwater_server.errors import (
@@ -35,6 +44,7 @@ _Encoded = tuple[str, str, list[int], list[bytes | memoryview]]
 
 _Source = Segments | RemoteSegments
 
+_HTTP_STATUSES: Final = {status: http_status for http_status, status in CLIENT_FAULTS.items()}
 _NUMBERS: Final = itertools.count(random.getrandbits(62))
 """Numbers that make requests to models with the parameter `REQUEST` unique: Triton may merge calls of several workers.
 The first number is random."""
@@ -210,8 +220,10 @@ def row_error(reports: Sequence[RowReport], first_row: int, rows: int) -> Headwa
         if report.status is Status.OK:
             continue
         where = f"row {first_row + index}: " if rows > 1 else ""
-        if report.status is Status.BAD_INPUT:
-            return BadRequest(f"{where}{report.message}", field="inputs")
+        if report.status in _HTTP_STATUSES:
+            refusal = BadRequest(f"{where}{report.message}", field="inputs")
+            refusal.status = _HTTP_STATUSES[report.status]
+            return refusal
         if report.status is Status.BROKEN:
             return ReplicaLost(f"the replica can't continue: {report.message}", retry_after_s=RETRY_AFTER_LOST_S)
         kind = OutOfMemory if report.status is Status.OUT_OF_MEMORY else CallableFailed

@@ -10,7 +10,7 @@ from typing import Final
 
 from headwater.errors import BadInput, BadOutput, ModelError, ReplicaError
 from headwater.runtime.device import breaks_device, is_out_of_memory
-from headwater.wire.report import RowReport, Status
+from headwater.wire.report import CLIENT_FAULTS, RowReport, Status
 
 __all__ = ["CallFailed", "FailureLog", "Failures", "text_of"]
 
@@ -77,7 +77,7 @@ class Failures(FailureLog):
         """The report of rows whose call raised this exception."""
         text = text_of(error)
         if isinstance(error, BadInput):
-            return RowReport(Status.BAD_INPUT, text)
+            return RowReport(CLIENT_FAULTS[error.status], text)
         self.note(error)
         if isinstance(error, CallFailed):
             return RowReport(Status.RAISED, text)

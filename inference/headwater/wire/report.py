@@ -26,11 +26,12 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import numpy as np
 
-from headwater.errors import OutputMismatch
+from headwater.errors import CLIENT_STATUSES, OutputMismatch
 from headwater.wire.parcel import ChannelNote
 from headwater.wire.shared_memory import SharedCall
 
 __all__ = [
+    "CLIENT_FAULTS",
     "HEADWATER",
     "OF_VALUES",
     "REPORT",
@@ -69,9 +70,27 @@ class Status(enum.IntEnum):
     """The replica can't open the call's shared memory (`headwater.wire.shared_memory`); nothing was computed."""
     OUT_OF_MEMORY = 6
     """The device's memory is too small for the row, even in a batch by itself, or for a batch that can't be split."""
+    # As `BAD_INPUT`, with another HTTP status.
+    NOT_FOUND = 7
+    CONFLICT = 8
+    GONE = 9
+    TOO_LARGE = 10
+    UNSUPPORTED = 11
+    UNPROCESSABLE = 12
 
 
-OF_VALUES: Final = frozenset({Status.RAISED, Status.BAD_OUTPUT, Status.BAD_INPUT})
+CLIENT_FAULTS: Final = dict(
+    zip(
+        CLIENT_STATUSES,
+        (
+            Status.BAD_INPUT, Status.NOT_FOUND, Status.CONFLICT, Status.GONE, Status.TOO_LARGE, Status.UNSUPPORTED,
+            Status.UNPROCESSABLE,
+        ),
+        strict=True,
+    )
+)  # fmt: skip
+"""Outcomes that are the client's fault, by the HTTP status of the answer."""
+OF_VALUES: Final = frozenset({Status.RAISED, Status.BAD_OUTPUT, *CLIENT_FAULTS.values()})
 """Outcomes that other values of the inputs may change."""
 
 

@@ -13,6 +13,7 @@ from headwater.wire.report import RowReport, Status
     ("error", "report"),
     [
         (BadInput("too long"), RowReport(Status.BAD_INPUT, "too long")),
+        (BadInput("too long", status=413), RowReport(Status.TOO_LARGE, "too long")),
         (BadOutput("no `y`"), RowReport(Status.BAD_OUTPUT, "step `a`: no `y`")),
         (BadOutput("step `b`, input `x`: no"), RowReport(Status.BAD_OUTPUT, "step `b`, input `x`: no")),
         (CallFailed("all of it"), RowReport(Status.RAISED, "all of it")),
