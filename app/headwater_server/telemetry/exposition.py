@@ -169,23 +169,23 @@ def _model_series(models: ModelTotals) -> Iterator[Metric]:
         seen = set()
         for series in group:
             full, numbers = f"{_MODEL_PREFIX}{name}", models.records[series]
-            metric = metric or Metric(full, models.helps[name], series.kind)
+            metric = metric or Metric(full, models.helps[name], series.type)
             labels = {"deployment": series.deployment, **dict(series.labels)}
-            if metric.type != series.kind or (series.deployment, series.labels) in seen:
+            if metric.type != series.type or (series.deployment, series.labels) in seen:
                 if name not in _unlike:
                     _unlike.add(name)
                     text = "metrics: %r of %s contradicts an earlier declaration, and is left out; rename it"
                     logger.error(text, name, series.deployment)
                 continue
             seen.add((series.deployment, series.labels))
-            if series.kind == "histogram":
+            if series.type == "histogram":
                 counts = list(itertools.accumulate(numbers[:-1]))
                 for bound, count in zip([*map(str, series.bounds), "+Inf"], counts, strict=True):
                     metric.add_sample(f"{full}_bucket", {**labels, "le": bound}, count)
                 metric.add_sample(f"{full}_count", labels, counts[-1])
                 metric.add_sample(f"{full}_sum", labels, numbers[-1])
             else:
-                metric.add_sample(f"{full}_total" if series.kind == "counter" else full, labels, numbers[0])
+                metric.add_sample(f"{full}_total" if series.type == "counter" else full, labels, numbers[0])
         if metric is not None:
             yield metric
 

@@ -32,7 +32,7 @@ class ModelSeries(NamedTuple):
     """A series of a custom metric."""
 
     name: str
-    kind: Kind
+    type: Kind
     deployment: str
     labels: tuple[tuple[str, str], ...]
     """Names and values of the labels besides the deployment. A gauge also has ``replica``."""
@@ -93,7 +93,7 @@ class ModelCounts:
             return
         try:
             totals = _read(path)
-            totals.records = {series: n for series, n in totals.records.items() if series.kind != "gauge"}
+            totals.records = {series: n for series, n in totals.records.items() if series.type != "gauge"}
             ended = ModelTotals()
             ended.include(self._ended)
             ended.include(totals)

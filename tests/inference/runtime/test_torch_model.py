@@ -348,7 +348,7 @@ def test_torchscript_is_called_by_argument(tmp_path: Path) -> None:
     assert "its forward has no argument 'z'; its arguments are x, y" in failure(
         reference, inputs=[{**X, "name": "z"}], outputs=[Y]
     )
-    assert "its forward needs argument 'y' (Tensor), which is missing" in failure(reference, inputs=[X], outputs=[Y])
+    assert "the argument 'y' (Tensor), which is missing" in failure(reference, inputs=[X], outputs=[Y])
     assert "options.inputs is required, but missing" in failure(reference)
     assert "torch.compile doesn't take TorchScript" in failure(reference, **two, compile=True)
 

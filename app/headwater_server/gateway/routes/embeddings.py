@@ -194,16 +194,16 @@ def _parameters(model: ServedModel, settings: Sequence[Setting]) -> dict[str, Sc
     spec = signature.embedding
     assert spec is not None
     choices = {item.name: item.choices or () for item in signature.parameters if item.per == "row"}
-    is_vllm = signature.vllm is not None
+    is_relayed = signature.vllm is not None
     names = {
-        "dimensions": ("dimensions" if is_vllm else spec.dimensions, "serves embeddings of a fixed length"),
+        "dimensions": ("dimensions" if is_relayed else spec.dimensions, "serves embeddings of a fixed length"),
         "cut": (TRUNCATE, "cuts no inputs"),
         "prompt": (spec.prompt, _NO_PROMPTS),
     }
     chosen: dict[str, Scalar] = {}
     for field, about, value, needs_model in settings:
         name, lack = names[about]
-        relays = is_vllm and about != "prompt"
+        relays = is_relayed and about != "prompt"
         if about == "cut" and value is None:
             value, needs_model = -1 if spec.truncate else 0, False
         if value is None or not (needs_model or relays or name in choices):
