@@ -65,7 +65,7 @@ def test_counters_outlive_their_replicas_and_gauges_do_not(folder: Path) -> None
         counts.end(f"m-{number}")
         assert rows(folder, sign="plus") == 2 * (number + 1)
     assert rows(folder) == 9
-    assert not any(series.kind == "gauge" for series in read_model_totals(folder).records)
+    assert not any(series.type == "gauge" for series in read_model_totals(folder).records)
     assert [path.name for path in folder.iterdir()] == ["ended-replicas"]
 
 
