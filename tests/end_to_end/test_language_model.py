@@ -197,10 +197,9 @@ class TestStreamedText:
 
     def test_all_tokens_of_the_vocabulary_in_turn(self, lm: Running, tokenizer: Tokenizer) -> None:
         body = {"model": "null", "prompt": [1], "max_tokens": VOCAB_SIZE}
-        streamed, answered, stream = run(self.both(lm, body))
+        streamed, answered, _ = run(self.both(lm, body))
         expected = tokenizer.decode(list(range(VOCAB_SIZE)), skip_special_tokens=True)
         assert streamed == answered == expected
-        assert len(stream.events) >= 2
 
     def test_one_token_an_event(self, lm: Running, tokenizer: Tokenizer) -> None:
         """The first few hundred are single bytes: hardly any sequence of them is a character."""
