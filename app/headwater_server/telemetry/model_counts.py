@@ -55,8 +55,8 @@ class ModelTotals(msgspec.Struct):
         self.ids += other.ids
         self.helps |= other.helps
         for series, numbers in other.records.items():
-            before = self.records.get(series)
-            self.records[series] = numbers if before is None else [sum(pair) for pair in zip(before, numbers)]  # noqa: B905
+            before = self.records.get(series, [0.0] * len(numbers))
+            self.records[series] = [old + new for old, new in zip(before, numbers, strict=True)]
 
 
 class ModelCounts:
