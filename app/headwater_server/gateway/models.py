@@ -295,6 +295,9 @@ class Models:
         starting = (model.route for model in self if model.route.signature is None and not model.route.is_set_aside)
         if not names and (route := next(starting, None)) is not None:
             raise unavailable(route)
+        if not names:
+            expected = " or ".join(f"`{mapping}`" for mapping in mappings)
+            raise BadRequest(f"model: no model of this server can answer here: none declares {expected}", field="model")
         if len(names) != 1:
             message = "model: expected a name in the body, or ?model=NAME, got neither; models that can be meant: "
             raise BadRequest(message + self._names(is_mapped), field="model")

@@ -88,7 +88,7 @@ def test_the_only_model_with_a_mapping_is_meant() -> None:
             served.only(("embedding", "classification"))
         with pytest.raises(Unavailable, match="model `x` is LOADING"):
             served.only(("reranking",))
-        with pytest.raises(BadRequest, match=r"\?model=NAME, got neither; models that can be meant: none"):
+        with pytest.raises(BadRequest, match=r"no model of this server can answer here: none declares `reranking`"):
             models(embedder()).only(("reranking",))
         assert served.mapping_of("m1", ("embedding", "classification")) == "classification"
         assert served.mapping_of("m1", ("embedding", "reranking")) == "embedding"
