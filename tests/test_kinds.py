@@ -25,6 +25,7 @@ REPLICA = "binder/"
 """Code in replicas, each of which knows what it serves."""
 OWN = {
     "VllmKind": {"vllm/vllm_model.py"},
+    "TritonKind": {"triton/repository_dispatcher.py"},
     "GraphKind": {"dispatch/graph.py", "supervisor/states.py"},
     "VersionsKind": {"dispatch/versions.py", "supervisor/states.py"},
     "TensorKind": {"control/routing.py"},
@@ -32,7 +33,7 @@ OWN = {
 """Other modules that may name a kind: the code that only this kind has, and the route of a deployment, which by default
 has tensors."""
 KINDS = {
-    *("TensorKind", "LanguageKind", "VllmKind", "GraphKind", "VersionsKind"),
+    *("TensorKind", "LanguageKind", "VllmKind", "TritonKind", "GraphKind", "VersionsKind"),
     *(name for name in deployment_kinds.__all__ if name.isupper()),
 }
 QUESTIONS = {"is_vllm", "is_language_model", "is_graph", "is_composite"}

@@ -22,10 +22,12 @@ MAY_IMPORT = {
         "dispatch": "codecs control telemetry transport",
         "lm": "dispatch codecs control telemetry transport",
         "vllm": "lm dispatch codecs control telemetry transport",
-        "gateway": "config control codecs security telemetry dispatch lm vllm",
+        "triton": "dispatch codecs control telemetry transport",
+        "repository": "binder process",
+        "gateway": "config control codecs security telemetry dispatch lm vllm triton",
         "cluster": "config control process security supervisor telemetry transport",
         "supervisor": "config control process security telemetry",
-        "cli": "supervisor cluster codecs config process security telemetry transport",
+        "cli": "supervisor cluster codecs config process repository security telemetry transport",
     },
     "headwater": {
         "wire": "",
@@ -33,6 +35,7 @@ MAY_IMPORT = {
         "runtime": "wire hf",
         "lm": "wire hf runtime",
         "replica": "wire runtime lm",
+        "triton": "wire",
         "zoo": "",
     },
 }

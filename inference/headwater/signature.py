@@ -108,6 +108,13 @@ class VllmSpec(msgspec.Struct, frozen=True):
     """Length of an embedding model's embeddings, -1 if not known yet; 0 if the model generates text."""
 
 
+class TritonSpec(msgspec.Struct, frozen=True):
+    """A model repository: the gateway relays requests for its models to the replica's Triton."""
+
+    models: tuple[str, ...]
+    """Names of its models, also of models that are not loaded."""
+
+
 class Signature(msgspec.Struct, frozen=True):
     """Everything about a model that the gateway needs to check, batch and document requests."""
 
@@ -134,6 +141,8 @@ class Signature(msgspec.Struct, frozen=True):
     """Set for a language model with replicas that speak `headwater.wire.lm`, once its engine is loaded."""
     vllm: VllmSpec | None = None
     """Set for a model that vLLM computes."""
+    triton: TritonSpec | None = None
+    """Set for a model repository."""
     by_key: bool = False
     """Whether a replica keeps data per API key, so that calls must carry the name of each row's API key."""
     reranking: Reranking | None = None

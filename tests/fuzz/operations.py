@@ -18,6 +18,7 @@ from headwater_server.control.messages import CommandAnswer
 from headwater_server.errors import HeadwaterError
 from headwater_server.gateway.app import body_reader
 from headwater_server.gateway.http.body_budget import release_body
+from headwater_server.gateway.models import Models
 from headwater_server.gateway.routes.repository import repository_routes
 from headwater_server.security.operator import OperatorGuard
 from tests.fuzz.draw import body_of
@@ -94,7 +95,7 @@ def _routes() -> FastAPI:
         return Response(status_code=error.status)
 
     app = FastAPI()
-    app.include_router(repository_routes(command, OperatorGuard(False, has_keys=True), body_reader(Server())))
+    app.include_router(repository_routes(command, OperatorGuard(False, has_keys=True), body_reader(Server()), Models()))
     app.add_exception_handler(HeadwaterError, refused)
     return app
 

@@ -34,6 +34,9 @@ def print_what_is_served(
         if signature is None:
             print(f"  {name}: not served: {reason}\n")
             continue
+        if signature.triton is not None:
+            _announce_repository(url, name, signature.triton.models)
+            continue
         if signature.limits is not None:
             _announce_language_model(url, signature, signature.limits)
             continue
@@ -87,6 +90,12 @@ def _announce_language_model(url: str, signature: Signature, limits: EngineLimit
         row = _curl(f"{url}/v1/{path}", {"model": name, "stream": True, **fields})
         print(f"    {row.replace('curl -s', 'curl -sN', 1)}")
     print()
+
+
+def _announce_repository(url: str, name: str, models: tuple[str, ...]) -> None:
+    print(f"  {name}: Triton model repository, with {', '.join(models) or 'no models'}")
+    for model in models[:1]:
+        print(f"    curl -s {url}/v2/models/{model}\n")
 
 
 def _embeddings(url: str, name: str) -> str:

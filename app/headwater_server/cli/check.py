@@ -149,10 +149,14 @@ def _signatures(
     groups: dict[tuple[Path | None, frozenset[tuple[str, str]]], list[str]] = {}
     for name, deployment in deployments.items():
         if deployment.kind in COMMANDS:
-            pythons[name], finding = COMMANDS[deployment.kind].look_at(name, deployment, path)
-            if isinstance(finding, Signature):
-                signatures[name] = finding
-            problems[name] = [finding] if isinstance(finding, Problem) else []
+            look = COMMANDS[deployment.kind].look_at(name, deployment, path)
+            if look.python:
+                pythons[name] = look.python
+            if look.signature is not None:
+                signatures[name] = look.signature
+            if look.notes:
+                notes[name] = look.notes
+            problems[name] = list(look.problems)
         else:
             groups.setdefault((deployment.interpreter, frozenset(deployment.environment.items())), []).append(name)
     for (python, environment), names in groups.items():
@@ -302,7 +306,8 @@ def _print(
         print()
     width = max((len(deployment["name"]) for deployment in deployments), default=0)
     for deployment in deployments:
-        tensors = f"  {_tensors(deployment['inputs'])} -> {_tensors(deployment['outputs'])}" if deployment["ok"] else ""
+        has_tensors = deployment["ok"] and deployment["outputs"]
+        tensors = f"  {_tensors(deployment['inputs'])} -> {_tensors(deployment['outputs'])}" if has_tensors else ""
         pipeline = deployment.get("pipeline")
         description = f"{pipeline['placement']} pipeline" if pipeline else deployment["model"]
         print(f"{bold}{deployment['name']:<{width}}{plain}  {description}{tensors}")

@@ -7,7 +7,8 @@ from typing import Any
 
 from headwater.errors import LoadError, Problem
 from headwater.reference import find_folder
-from headwater.signature import Signature, VllmSpec, text_signature
+from headwater.signature import VllmSpec, text_signature
+from headwater_server.cli.look import Look
 from headwater_server.config.schema import Deployment
 from headwater_server.process.adapter_folders import find_adapters, lora_rank
 from headwater_server.process.interpreter import InterpreterError
@@ -16,11 +17,8 @@ from headwater_server.process.vllm_program import device_problem, find_vllm, fol
 __all__ = ["look_at_vllm"]
 
 
-def look_at_vllm(
-    name: str, deployment: Deployment, path: tuple[str, ...]
-) -> tuple[dict[str, Any], Signature | Problem]:
-    """Return the Python of a deployment that vLLM computes, and its signature or the problem that would keep it from
-    serving. Relative paths are searched in the folders of ``path``."""
+def look_at_vllm(name: str, deployment: Deployment, path: tuple[str, ...]) -> Look:
+    """Look at a deployment that vLLM computes. Relative paths are searched in the folders of ``path``."""
     title = f"deployment {name}"
     python: dict[str, Any] = {"path": os.path.abspath(str(deployment.python)), "versions": {}}
     try:
@@ -35,10 +33,10 @@ def look_at_vllm(
     except InterpreterError as error:
         hint = "" if os.path.exists(error.path) else "; `make vllm-env` creates this environment in .venv-vllm"
         reason = f"the model's Python, {error.path}: {error.reason}"
-        return python, Problem(title, reason, f"{error.fix}{hint}")
+        return Look(python, None, [Problem(title, reason, f"{error.fix}{hint}")])
     except LoadError as error:
         problem = error.problem
     if problem is not None:
-        return python, Problem(title, f"{problem.title}: {problem.reason}", problem.fix)
+        return Look(python, None, [Problem(title, f"{problem.title}: {problem.reason}", problem.fix)])
     length = -1 if gives_embeddings(folder, options) else 0  # their length is known only after a start
-    return python, text_signature(name, folder, vllm=VllmSpec(0, 0, 0, install.version, embedding_length=length))
+    return Look(python, text_signature(name, folder, vllm=VllmSpec(0, 0, 0, install.version, embedding_length=length)))

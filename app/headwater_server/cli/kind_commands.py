@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from headwater.errors import Problem
-from headwater.signature import Signature
+from headwater_server.cli.check_triton import look_at_repository
 from headwater_server.cli.check_vllm import look_at_vllm
-from headwater_server.config.deployment_kinds import VLLM, DeploymentKind
+from headwater_server.cli.look import Look
+from headwater_server.config.deployment_kinds import TRITON, VLLM, DeploymentKind
 from headwater_server.config.schema import Config, Deployment
+from headwater_server.errors import CommandError
 
 __all__ = ["COMMANDS", "KindCommands"]
 
@@ -18,8 +19,8 @@ __all__ = ["COMMANDS", "KindCommands"]
 class KindCommands(NamedTuple):
     """The parts of ``check`` and ``plan`` for a kind."""
 
-    look_at: Callable[[str, Deployment, tuple[str, ...]], tuple[dict[str, Any], Signature | Problem]]
-    """See `headwater_server.cli.check_vllm.look_at_vllm`."""
+    look_at: Callable[[str, Deployment, tuple[str, ...]], Look]
+    """Looks at a deployment, given its name and the folders in which relative paths are searched."""
     plan: Callable[[argparse.Namespace, Config, str, Callable[[str], None]], int]
     """See `headwater_server.cli.plan.vllm_plan.plan_vllm`."""
 
@@ -30,5 +31,14 @@ def _plan_vllm(options: argparse.Namespace, config: Config, name: str, progress:
     return plan_vllm(options, config, name, progress)
 
 
-COMMANDS: Final[Mapping[DeploymentKind, KindCommands]] = {VLLM: KindCommands(look_at_vllm, _plan_vllm)}
+def _plan_repository(options: argparse.Namespace, config: Config, name: str, progress: Callable[[str], None]) -> int:
+    raise CommandError(
+        f"{name}: `plan` measures models, not a Triton model repository; `bench` measures a served model"
+    )
+
+
+COMMANDS: Final[Mapping[DeploymentKind, KindCommands]] = {
+    VLLM: KindCommands(look_at_vllm, _plan_vllm),
+    TRITON: KindCommands(look_at_repository, _plan_repository),
+}
 """By kind; a kind that isn't here is constructed by ``check``, and measured under load by ``plan``."""

@@ -16,9 +16,13 @@ from pydantic import AfterValidator
 
 from headwater.reference import PATH_KINDS, kind_and_path, parse_reference
 from headwater_server.config.sections import Section
+from headwater_server.config.triton_options import TritonOptions, triton_option_faults
 from headwater_server.config.vllm_options import VllmOptions, option_faults
 
-__all__ = ["FUSED", "GRAPH", "LANGUAGE", "TENSORS", "VERSIONS", "VLLM", "DeploymentKind", "ModelReference", "kind_of"]
+__all__ = [
+    "FUSED", "GRAPH", "LANGUAGE", "TENSORS", "TRITON", "VERSIONS", "VLLM", "DeploymentKind", "ModelReference",
+    "kind_of",
+]  # fmt: skip
 
 _MODEL: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 
@@ -45,6 +49,8 @@ class DeploymentKind:
     """Whether it is a pipeline with a separate deployment for each step."""
     runs_in_triton: bool = True
     """Whether its replicas have a Triton, in which code of Headwater constructs and calls the model."""
+    runs_in_cluster: bool = True
+    """Whether its replicas can run on the machines of a cluster."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Fields that must keep their default, each with the reason, in which ``{}`` stands for the value."""
     python: str = ""
@@ -122,6 +128,25 @@ VLLM: Final = DeploymentKind(
     as_step=_TEXT_AS_STEP,
 )
 """A language model that vLLM computes."""
+_OF_TRITON: Final = "expected in the models' config.pbtxt: a repository's Triton {}; remove it"
+TRITON: Final = DeploymentKind(
+    "Triton model repository",
+    prefix="triton:",
+    example="triton:PATH such as triton:model_repository",
+    runs_in_triton=False,
+    runs_in_cluster=False,
+    refused={
+        "instances": _OF_TRITON.format("runs the instances of `instance_group`"),
+        "batching": _OF_TRITON.format("joins requests by `dynamic_batching`"),
+        "warmup_batch_sizes": _OF_TRITON.format("warms up by `model_warmup`"),
+        "cache": _OF_TRITON.format("caches by `response_cache`, with `options.cache_bytes`"),
+    },
+    option_faults=triton_option_faults,
+    filled_options=lambda options: TritonOptions.model_validate(options).model_dump(mode="json"),
+    as_version="model: expected a model: a repository's models have versions of their own, got {!r}",
+    as_step="a Triton model repository can't be a step, got the deployment `{}`; its ensembles can join its models",
+)
+"""The models of a Triton model repository, which a Triton of their own serves."""
 GRAPH: Final = DeploymentKind(
     "graph",
     has_replicas=False,
@@ -136,7 +161,7 @@ VERSIONS: Final = DeploymentKind(
 )
 """A deployment with versions."""
 
-_OF_FOLDERS: Final = (LANGUAGE, VLLM)
+_OF_FOLDERS: Final = (LANGUAGE, VLLM, TRITON)
 
 
 def kind_of(model: str) -> DeploymentKind:

@@ -240,12 +240,17 @@ def read_config(
 
 
 def _placement_faults(config: Config) -> Iterator[str]:
-    """Messages about devices that don't match ``cluster``: nodes without a cluster, or GPUs by number in a cluster."""
+    """Messages about devices that don't match ``cluster``: nodes without a cluster, or GPUs by number in a cluster; and
+    about models that can't run in a cluster."""
     for name, deployment in config.all_deployments().items():
         if config.cluster is None:
             if isinstance(deployment.device, NodePlacement):
                 expected = "expected auto, cpu, cuda or cuda:N"
                 yield f"`deployments.{name}.device`: {expected}: without the section `cluster` there are no nodes"
+            continue
+        if not deployment.kind.runs_in_cluster:
+            fix = "serve it by a server without the section `cluster`"
+            yield f"`deployments.{name}.model`: {deployment.model} can't run in a cluster; {fix}"
             continue
         try:
             _ = deployment.node_placement

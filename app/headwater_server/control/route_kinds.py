@@ -11,7 +11,7 @@ import msgspec
 
 from headwater.pipeline import Plan
 
-__all__ = ["GraphKind", "Kind", "LanguageKind", "TensorKind", "TrafficRoute", "VersionsKind", "VllmKind"]
+__all__ = ["GraphKind", "Kind", "LanguageKind", "TensorKind", "TrafficRoute", "TritonKind", "VersionsKind", "VllmKind"]
 
 
 class TrafficRoute(msgspec.Struct, frozen=True):
@@ -42,6 +42,11 @@ class _Facts(msgspec.Struct, frozen=True):
     """Whether gateway workers load its tokenizer."""
     metrics_socket: ClassVar[str] = "m"
     """The socket beside a replica's HTTP socket that has its metrics; empty: the HTTP socket itself has them."""
+    metric_prefixes: ClassVar[tuple[str, ...]] = ("nv_",)
+    """Prefixes of the series of a replica that ``/metrics`` passes on."""
+    relays_models: ClassVar[bool] = False
+    """Whether its replicas have models of their own, under names that its signature has, whose requests are relayed as
+    they are."""
     backend: ClassVar[str] = "python"
     """Name of Triton's backend in the model's metadata, or of the program in its place."""
     embedding_hint: ClassVar[str] = ""
@@ -70,6 +75,7 @@ class VllmKind(_Facts, frozen=True, tag="vllm"):
 
     takes_text: ClassVar[bool] = True
     metrics_socket: ClassVar[str] = ""
+    metric_prefixes: ClassVar[tuple[str, ...]] = ("vllm:",)
     backend: ClassVar[str] = "vllm"
     embedding_hint: ClassVar[str] = "; vLLM serves embeddings with `options.runner: pooling`"
     traffic: ClassVar[None] = None
@@ -77,6 +83,20 @@ class VllmKind(_Facts, frozen=True, tag="vllm"):
     """The LoRA adapters that it serves, each with the number of times that it was loaded into serving replicas."""
     prefix_affinity: float = 0
     """See `headwater_server.config.vllm_options.VllmOptions`."""
+
+
+class TritonKind(_Facts, frozen=True, tag="triton"):
+    """The models of a Triton model repository."""
+
+    relays_models: ClassVar[bool] = True
+    metrics_socket: ClassVar[str] = "metrics"
+    metric_prefixes: ClassVar[tuple[str, ...]] = ("",)
+    takes_text: ClassVar[bool] = False
+    traffic: ClassVar[None] = None
+    adapters: ClassVar[dict[str, int]] = {}
+    max_requests: int = 1024
+    header_pattern: str = ""
+    """See `headwater_server.config.triton_options.TritonOptions`."""
 
 
 class GraphKind(_Facts, frozen=True, tag="graph"):
@@ -103,4 +123,4 @@ class VersionsKind(_Facts, frozen=True, tag="versions"):
     """Whether the versions are language models."""
 
 
-Kind = TensorKind | LanguageKind | VllmKind | GraphKind | VersionsKind
+Kind = TensorKind | LanguageKind | VllmKind | TritonKind | GraphKind | VersionsKind

@@ -32,6 +32,7 @@ from headwater_server.gateway.routes.pages import docs_routes, page_routes
 from headwater_server.gateway.routes.texts import CancelEndpoint, OpenAITextEndpoint
 from headwater_server.gateway.routes.tokenization import TokenizationEndpoint
 from headwater_server.gateway.routes.transcriptions import TranscriptionsEndpoint
+from headwater_server.gateway.routes.triton_requests import RelayedMetadata
 from headwater_server.lm.chat import ChatRequest
 from headwater_server.lm.completion import CompletionRequest
 from headwater_server.lm.responses import ResponsesRequest
@@ -110,6 +111,7 @@ def create_app(
         redirect_slashes=False,
     )
     gateway.router.routes[:0] = routes  # FastAPI refuses methods other than POST
+    gateway.add_middleware(RelayedMetadata, models=models)
     gateway.add_middleware(HeadAsGet)
     gateway.add_exception_handler(HeadwaterError, _on_error)
     gateway.add_exception_handler(HTTPException, _on_http_error)

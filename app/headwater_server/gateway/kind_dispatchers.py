@@ -11,6 +11,7 @@ from headwater_server.control.route_kinds import (
     Kind,
     LanguageKind,
     TensorKind,
+    TritonKind,
     VersionsKind,
     VllmKind,
 )
@@ -23,6 +24,7 @@ from headwater_server.dispatch.pool import Connect
 from headwater_server.dispatch.versions import VersionsDispatcher
 from headwater_server.lm.language_model import LmDispatcher
 from headwater_server.security.peer_tls import PeerTls
+from headwater_server.triton.repository_dispatcher import TritonDispatcher
 from headwater_server.vllm.vllm_model import VllmDispatcher
 
 __all__ = ["Parts", "make_dispatcher"]
@@ -61,6 +63,7 @@ _MADE: Final[Mapping[type[Kind], Callable[[DeploymentRoute, Parts], Dispatcher]]
     TensorKind: _tensors,
     LanguageKind: lambda route, parts: LmDispatcher(route, parts.connect, on_lost=parts.on_lost),
     VllmKind: lambda route, parts: VllmDispatcher(route, parts.tls, parts.on_lost),
+    TritonKind: lambda route, parts: TritonDispatcher(route, parts.tls, parts.on_lost),
     GraphKind: lambda route, parts: GraphDispatcher(route, parts.find),
     VersionsKind: lambda route, parts: VersionsDispatcher(route, parts.find),
 }

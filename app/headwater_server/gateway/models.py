@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -26,6 +26,7 @@ from headwater_server.gateway.kind_dispatchers import Parts, make_dispatcher
 from headwater_server.lm.language_model import LmDispatcher
 from headwater_server.security.peer_tls import PeerTls
 from headwater_server.telemetry.recorder import recorder
+from headwater_server.triton.repository_dispatcher import TritonDispatcher
 from headwater_server.vllm.vllm_model import VllmDispatcher
 
 __all__ = ["Models", "ServedModel"]
@@ -41,9 +42,9 @@ VERSION = "1"
 
 
 class ServedModel:
-    """A deployment: its dispatcher, and the codecs for its signature. An adapter of a deployment is a `ServedModel`,
-    too, with its adapter's name and the deployment's dispatcher. A version of a deployment has the deployment's
-    name."""
+    """A deployment: its dispatcher, and the codecs for its signature. An adapter of a deployment, or a model of a
+    repository, is a `ServedModel`, too, with its own name and the deployment's dispatcher. A version of a deployment
+    has the deployment's name."""
 
     def __init__(self, dispatcher: Dispatcher, adapter: str = "") -> None:
         self.dispatcher = dispatcher
@@ -182,7 +183,7 @@ class Models:
         self._adapters = {
             name: ServedModel(model.dispatcher, name)
             for model in self._models.values()
-            for name in model.route.adapters
+            for name in _names_within(model.route)
         }
         for model in self._models.values():
             dispatcher = model.dispatcher
@@ -225,9 +226,12 @@ class Models:
         """
         model = self._models.get(name) or self._adapters.get(name)
         if model is None:
+            for repository in self.repositories():
+                if repository.signature is None:  # the names of its models are not known yet
+                    raise unavailable(repository.route)
             names = self._names(lambda route: True)
             raise NotFound(f"model {_quoted(name)}: unknown; this server has {names}", field="model")
-        if version is None:
+        if version is None or model.route.kind.relays_models:
             return model
         if version not in model.versions:
             versions = " or ".join(map(repr, model.versions))
@@ -332,8 +336,20 @@ class Models:
         dispatcher = model.dispatcher if model is not None else None
         return dispatcher if isinstance(dispatcher, VllmDispatcher) else None
 
+    def repositories(self) -> Iterator[TritonDispatcher]:
+        """The dispatchers of all model repositories."""
+        for model in self._models.values():
+            if isinstance(model.dispatcher, TritonDispatcher):
+                yield model.dispatcher
+
+    def repository(self, name: str) -> TritonDispatcher | None:
+        """The dispatcher of the repository that has a model; None if no repository has it."""
+        model = self._adapters.get(name)
+        dispatcher = model.dispatcher if model is not None and name not in self._models else None
+        return dispatcher if isinstance(dispatcher, TritonDispatcher) else None
+
     def _names(self, is_one: Callable[[DeploymentRoute], bool]) -> str:
-        names = (name for model in self if is_one(model.route) for name in (model.name, *model.route.adapters))
+        names = (name for model in self if is_one(model.route) for name in (model.name, *_names_within(model.route)))
         return ", ".join(f"`{name}`" for name in names) or "none"
 
     async def drain(self, order: Drain) -> Drained:
@@ -384,6 +400,12 @@ class Models:
         """Close all dispatchers, which ends their calls."""
         for model in self.with_steps():
             model.dispatcher.close()
+
+
+def _names_within(route: DeploymentRoute) -> Iterable[str]:
+    """The names that a deployment serves besides its own: of adapters, or of a repository's models."""
+    triton = None if route.signature is None else route.signature.triton
+    return route.adapters if triton is None else triton.models
 
 
 async def _nowhere(request_id: str) -> int:

@@ -185,7 +185,10 @@ class GatewayWorker:
         store = Store(counts, call_soon=asyncio.get_running_loop().call_soon)
         recorder.use(store)
         count_dropped_lines(store)
-        routers = [repository_routes(self._link.command, operator, reader), status_routes(models, folder, sampler)]
+        routers = [
+            repository_routes(self._link.command, operator, reader, models),
+            status_routes(models, folder, sampler),
+        ]
         if folder is not None:
             routers.append(metrics_routes(models, folder, sampler))
             self._tasks.append(sampler.run)

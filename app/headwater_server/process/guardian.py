@@ -42,7 +42,7 @@ __all__ = ["CallWatch", "main"]
 WATCHDOG_FILE: Final = "watchdog"
 """File in the replica's folder, maintained by `headwater.runtime.watchdog`."""
 READY_FILE: Final = "ready"
-"""File that the replica creates in its folder when it is ready."""
+"""File that the replica creates in its folder when it is ready. What it contains replaces `VITAL`."""
 PR_SET_CHILD_SUBREAPER: Final = 36
 CHECK_INTERVAL_S: Final = 0.5
 """Maximum time between two checks of the replica's processes."""
@@ -139,6 +139,8 @@ class Guardian:
         self._replica = replica
         self._journal = Journal(directory)
         self._members: dict[int, str] = {}
+        self._vital: tuple[str, ...] = VITAL
+        """Beginnings of the names of processes that the replica depends on."""
         self._suspects: dict[int, float] = {}
         """Members in one of `BAD_STATES`: the monotonic time of the check that found the state first, by process id."""
         self._watchdog = CallWatch(directory)
@@ -197,7 +199,7 @@ class Guardian:
                 if key.fd == self._command_fd:
                     if not os.read(self._command_fd, 64):
                         return "the supervisor is gone"
-                    if not (self._directory / READY_FILE).exists():
+                    if not self._is_ready():
                         return "stopped before it was ready"
                     if stop_before is None:
                         stop_before = time.monotonic() + UNLOAD_TIMEOUT_S
@@ -225,7 +227,9 @@ class Guardian:
         """Inspect the group's processes and calls. Returns a problem that persists; None if there is no such
         problem."""
         # Until the replica is ready, only its segments are noted: the replica itself reports a failed start.
-        if not (self._members or (self._directory / READY_FILE).exists()):
+        if not self._members and self._is_ready():
+            self._vital = tuple((self._directory / READY_FILE).read_text().split()) or VITAL
+        elif not self._members:
             self._checks += 1
             if self._checks % FULL_CHECK_EVERY == 1:
                 self._note_segments(_group_states(self._host.pid))
@@ -245,7 +249,7 @@ class Guardian:
             state = current.get(pid, (name, ""))[1]
             if state not in BAD_STATES:
                 continue
-            if pid != self._host.pid and not name.startswith(VITAL):
+            if pid != self._host.pid and not name.startswith(self._vital):
                 if pid not in current:
                     del self._members[pid]
                 continue
@@ -254,6 +258,9 @@ class Guardian:
                 return f"its process {name} ({pid}) {BAD_STATES[state]}"
         self._suspects = suspects
         return None
+
+    def _is_ready(self) -> bool:
+        return (self._directory / READY_FILE).exists()
 
     def _states(self) -> dict[int, tuple[str, str]]:
         """Name and state of the group's members, by process id. Most calls check only the known members; see

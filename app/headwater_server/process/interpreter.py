@@ -25,6 +25,7 @@ from headwater_server.errors import StartError
 
 __all__ = [
     "CONFUSING",
+    "NUMPY_ALONE",
     "InterpreterError",
     "ask_interpreter",
     "find_interpreter",
@@ -38,6 +39,8 @@ ASK_TIMEOUT_S: Final = 30.0
 """Timeout of the short program. The first start of a Python can take seconds on a cold disk."""
 NEEDED: Final = {"numpy": (1, 22), "msgspec": (0, 14)}
 """Packages that a replica imports (each has a module of the same name), with the oldest versions that work."""
+NUMPY_ALONE: Final = {"numpy": NEEDED["numpy"]}
+"""What the ``model.py`` of a Triton model repository needs."""
 TRY: Final = f"-c 'import {', '.join(NEEDED)}'"
 """Arguments with which an operator runs an interpreter, to see why it can't run a model."""
 CONFUSING: Final = ("PYTHONHOME", "VIRTUAL_ENV")
@@ -80,12 +83,15 @@ def foreign_environment(environ: Mapping[str, str], stage: Path) -> dict[str, st
     return environment
 
 
-def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> str:
+def find_interpreter(
+    path: str | Path, environ: Mapping[str, str], needed: Mapping[str, tuple[int, int]] = NEEDED
+) -> str:
     """Inspect a Python, and check that it can run a model.
 
     Results are not cached: a missing package may be installed between two starts without changing the interpreter.
 
-    A relative path is relative to the working folder. For ``environ`` see `foreign_environment`.
+    A relative path is relative to the working folder. For ``environ`` see `foreign_environment`; ``needed`` has the
+    packages that the Python must have, with the oldest versions that work.
 
     Returns:
         The interpreter's absolute path. Links are not resolved: in a virtual environment, the interpreter is a link.
@@ -95,7 +101,7 @@ def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> str:
             package that every model needs is missing, too old, or can't be imported.
     """
     absolute = os.path.abspath(path)
-    report = ask_interpreter(absolute, environ, _QUESTION)
+    report = ask_interpreter(absolute, environ, _QUESTION % [*needed])
     version = tuple(report["version"])
     if report["implementation"] != "cpython" or version[:2] < OLDEST_PYTHON or report["bits"] != 64:
         got = f"{report['implementation']} {'.'.join(map(str, version))} of {report['bits']} bits"
@@ -106,7 +112,7 @@ def find_interpreter(path: str | Path, environ: Mapping[str, str]) -> str:
         reason = f"{', '.join(missing)} {verb} not installed there"
         install = f"{absolute} -m pip install {' '.join(missing)}"
         raise InterpreterError(absolute, reason, f"{install}, or name another `python` (own: Headwater's)")
-    for name, oldest in NEEDED.items():
+    for name, oldest in needed.items():
         match = re.match(r"(\d+)\.(\d+)", report["versions"].get(name, ""))
         if match is not None and (int(match[1]), int(match[2])) < oldest:
             wanted = f"{name}>={oldest[0]}.{oldest[1]}"
@@ -215,13 +221,13 @@ def ask_interpreter(path: str, environ: Mapping[str, str], question: str) -> dic
     raise InterpreterError(path, reason, fix, is_permanent=False)
 
 
-_QUESTION: Final = f"""
+_QUESTION: Final = """
 import platform, struct, sys
-report = {{"version": list(sys.version_info[:3]), "implementation": platform.python_implementation().lower()}}
-report.update(bits=struct.calcsize("P") * 8, missing=[], broken=[], versions={{}})
+report = {"version": list(sys.version_info[:3]), "implementation": platform.python_implementation().lower()}
+report.update(bits=struct.calcsize("P") * 8, missing=[], broken=[], versions={})
 if sys.version_info >= (3, 10):
     import importlib.util
-    for name in {[*NEEDED]!r}:
+    for name in %r:
         spec = importlib.util.find_spec(name)
         if spec is None:
             report["missing"].append(name)

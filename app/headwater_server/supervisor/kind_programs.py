@@ -9,9 +9,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from headwater_server.config.deployment_kinds import FUSED, GRAPH, LANGUAGE, TENSORS, VERSIONS, VLLM, DeploymentKind
+from headwater_server.config.deployment_kinds import (
+    FUSED,
+    GRAPH,
+    LANGUAGE,
+    TENSORS,
+    TRITON,
+    VERSIONS,
+    VLLM,
+    DeploymentKind,
+)
 from headwater_server.config.schema import Deployment
-from headwater_server.control.route_kinds import Kind, LanguageKind, TensorKind, VllmKind
+from headwater_server.control.route_kinds import Kind, LanguageKind, TensorKind, TritonKind, VllmKind
 from headwater_server.supervisor.states import Composite, GraphState, VersionsState
 
 __all__ = ["KindProgram", "fixed_parts", "made_composite", "program_of"]
@@ -71,6 +80,13 @@ _PROGRAMS: Final[Mapping[DeploymentKind, KindProgram]] = {
             ("GET", "/health"), ("GET", "/metrics"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"),
             ("POST", "/v1/embeddings"), ("POST", "/v1/responses"),
         }),
+        preloads=False,
+    ),
+    TRITON: KindProgram(
+        lambda deployment, adapter_loads: TritonKind(
+            deployment.checked_options["max_requests"], deployment.checked_options["header_pattern"]
+        ),
+        module="headwater_server.repository.triton_host",
         preloads=False,
     ),
 }  # fmt: skip

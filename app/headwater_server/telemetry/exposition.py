@@ -35,8 +35,9 @@ _MODEL_PREFIX: Final = "headwater_model_"
 """Begins the names of models' custom metrics."""
 _unlike: set[str] = set()
 """Names of models' custom metrics whose conflicting declarations have been logged."""
-_PREFIXES: Final = ("nv_", "vllm:")
-"""Prefixes of the exposed series of Triton and vLLM. Series about vLLM's process and HTTP server are left out."""
+_LEFT_OUT: Final = ("headwater_", "http_", "process_", "python_")
+"""Prefixes of series of replicas that are left out in any case: names of Headwater's own series, which a model of a
+Triton repository could take, and series about a process or its HTTP server."""
 _ASK_TIMEOUT_S: Final = 1.0
 """Time limit in seconds for asking all replicas together."""
 _SIZE_LIMIT_BYTES: Final = 1024 * 1024
@@ -50,6 +51,8 @@ class ReplicaTarget(NamedTuple):
     replica: str
     socket: Path
     """The unix socket at which the replica answers ``/metrics``."""
+    prefixes: tuple[str, ...]
+    """See `headwater_server.control.route_kinds`."""
 
 
 class ReplicaText(NamedTuple):
@@ -60,6 +63,8 @@ class ReplicaText(NamedTuple):
     text: str | None
     """The metrics in Prometheus' text format; None: the replica did not answer in time, or the answer was an error or
     can't be used."""
+    prefixes: tuple[str, ...] = ("nv_", "vllm:")
+    """Prefixes of the exposed series."""
 
 
 def exposition(
@@ -142,14 +147,15 @@ def _processes(pids: Mapping[str, int]) -> dict[str, list[tuple[Sequence[str], f
 
 
 def _replica_series(replicas: Iterable[ReplicaText]) -> Iterator[Metric]:
-    """The series of the replicas' Triton or vLLM whose names begin with `_PREFIXES`: names are kept, labels
-    ``deployment`` and ``replica`` are added."""
+    """The series of the replicas' Triton or vLLM whose names begin with the replica's prefixes, without `_LEFT_OUT`:
+    names are kept, labels ``deployment`` and ``replica`` are added."""
     metrics: dict[str, Metric] = {}
-    for deployment, replica, text in replicas:
+    for deployment, replica, text, prefixes in replicas:
         with contextlib.suppress(ValueError):  # truncated or malformed: the series before the fault are kept
             for family in text_string_to_metric_families(text or ""):
                 # vLLM's `_created` values, the time at which a series began, would be exposed as separate series.
-                if not family.name.startswith(_PREFIXES) or family.name.endswith("_created"):
+                is_wanted = family.name.startswith(prefixes) and not family.name.startswith(_LEFT_OUT)
+                if not is_wanted or family.name.endswith("_created"):
                     continue
                 # Triton's counters lack the suffix `_total` that the type requires, and the parser adds it.
                 is_plain = family.type == "counter" and f"\n{family.name}_total" not in (text or "")
@@ -204,7 +210,7 @@ async def ask_replicas(targets: Sequence[ReplicaTarget], timeout_s: float = _ASK
             task.cancel()
     texts = await asyncio.gather(*tasks, return_exceptions=True)
     return [
-        ReplicaText(target.deployment, target.replica, text if isinstance(text, str) else None)
+        ReplicaText(target.deployment, target.replica, text if isinstance(text, str) else None, target.prefixes)
         for target, text in zip(targets, texts, strict=True)
     ]
 

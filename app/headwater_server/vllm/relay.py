@@ -22,8 +22,8 @@ from headwater_server.errors import (
 )
 from headwater_server.lm.openai_answer import Event
 from headwater_server.telemetry.tracing import GenerationTrace
+from headwater_server.transport.relay_client import RelayClient, UpstreamAnswer
 from headwater_server.vllm.answers import DONE, LOST, EventReader, RelayedAnswer, WholeAnswer, refusal
-from headwater_server.vllm.client import VllmAnswer, VllmClient
 from headwater_server.vllm.requests import PATHS, VllmRequest
 
 __all__ = ["Relay", "VllmReplica"]
@@ -40,7 +40,7 @@ _ENDS = {b"response.completed", b"response.incomplete", b"response.failed"}
 class VllmReplica(Replica):
     """A replica and its number of requests in flight."""
 
-    client: VllmClient
+    client: RelayClient
     requests: int = 0
     """Requests of this worker."""
     others: int = 0
@@ -103,7 +103,7 @@ class Relay:
         self._limit_s = math.inf if request.timeout_s is None else request.timeout_s
         self._loop = asyncio.get_running_loop()
         self._began_s = self._heard_s = self._loop.time()
-        self._answer: VllmAnswer | None = None
+        self._answer: UpstreamAnswer | None = None
         self._tried: VllmReplica | None = None
         """The replica that has failed the request."""
         self._full: QueueFull | None = None
@@ -198,7 +198,7 @@ class Relay:
 
     # The replica
 
-    async def _send(self) -> VllmAnswer:
+    async def _send(self) -> UpstreamAnswer:
         """Send the request to a replica, and return the replica's answer, which has the status 200 and was not read
         yet.
 
@@ -226,7 +226,7 @@ class Relay:
             raise refusal(upstream.status, await upstream.whole())
         return upstream
 
-    async def _read(self, upstream: VllmAnswer) -> bytes:
+    async def _read(self, upstream: UpstreamAnswer) -> bytes:
         self._heard_s, self._is_waiting = self._loop.time(), True
         data = await upstream.read()
         self._is_waiting = False

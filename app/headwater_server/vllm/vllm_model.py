@@ -21,8 +21,8 @@ from headwater_server.errors import BadRequest, Cancelled, HeadwaterError
 from headwater_server.lm.text_dispatcher import TextDispatcher
 from headwater_server.telemetry.tracing import add_generation
 from headwater_server.transport.address import ClientTls
+from headwater_server.transport.relay_client import RelayClient
 from headwater_server.vllm.affinity import PrefixAffinity
-from headwater_server.vllm.client import VllmClient
 from headwater_server.vllm.relay import Relay, VllmReplica
 from headwater_server.vllm.requests import VllmRequest
 
@@ -165,7 +165,7 @@ class VllmDispatcher(TextDispatcher):
     # Replicas
 
     def _open(self, route: ReplicaRoute) -> VllmReplica:
-        return VllmReplica(route, VllmClient(route.http_address, route.token, self._tls))
+        return VllmReplica(route, RelayClient(route.http_address, route.token, self._tls))
 
     def _keys_of(self, replica: VllmReplica) -> set[str]:
         return {relay.key for relay in self._relays if relay.replica is replica}

@@ -82,7 +82,7 @@ class Callee:
 async def _send(writer: asyncio.StreamWriter, call: int, answer: list[dict[str, Any]] | str | None) -> None:
     """Send a call's outputs, the text of its error, or the end of its frames (None)."""
     data: list[bytes | memoryview] = []
-    content = [describe(outputs, data) for outputs in answer] if isinstance(answer, list) else answer
+    content = [describe(outputs.items(), data) for outputs in answer] if isinstance(answer, list) else answer
     for piece in message(call, content, data):
         writer.write(piece)
     await writer.drain()

@@ -6,11 +6,11 @@ writes the call to a unix socket. In the replica's host, the event loop of that 
 reads the call from the socket and writes the answers to the socket.
 
 A message is a head (`HEAD`: the call's number, the lengths of the JSON and of the data), the JSON, and the data: the
-bytes of the tensors that the JSON describes, in the JSON's order. The JSON of a call lists the requests that Triton
-merged, each with its tensors and with its parameters as Triton passes them. The JSON of an answer lists the tensors for
-each of these requests. The JSON of an error is the error's text. A call that is answered in frames ends with null or
-with an error. Tensors are described by name, dtype (numpy's ``str``), shape and size in bytes; each ``BYTES`` element
-follows its length.
+bytes of the tensors that the JSON describes, in the JSON's order. The JSON and each tensor are padded to a multiple of
+16 bytes. The JSON of a call lists the requests that Triton merged, each with its tensors and with its parameters as
+Triton passes them. The JSON of an answer lists the tensors for each of these requests. The JSON of an error is the
+error's text. A call that is answered in frames ends with null or with an error. Tensors are described by name, dtype
+(numpy's ``str``), shape and size in bytes; each ``BYTES`` element follows its length.
 
 Triton runs a copy of this file, which can't import Headwater's modules: the file imports only the standard library,
 numpy and, in Triton, ``triton_python_backend_utils``.
@@ -31,8 +31,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 __all__ = [
-    "HEAD", "Arrays", "Message", "TritonPythonModel", "describe", "install", "message", "read_body", "socket_path",
-    "tensors",
+    "HEAD", "Arrays", "Message", "TritonPythonModel", "describe", "install", "message", "read_body", "read_tensors",
+    "socket_path", "tensors",
 ]  # fmt: skip
 
 HEAD: Final = struct.Struct("<QIQ")
@@ -40,6 +40,8 @@ HEAD: Final = struct.Struct("<QIQ")
 
 _PIECE_BYTES: Final = 1 << 16
 """Up to this size of the data, joining a message's pieces is faster than writing each piece."""
+_ALIGNED: Final = 16
+"""Each tensor begins at a multiple of this number of bytes, so that its elements are aligned in memory."""
 _LENGTH: Final = struct.Struct("<I")
 _ENDED: Final = "the callable's process has ended"
 """`headwater.wire.triton_words` recognizes the error by this text."""
@@ -55,7 +57,7 @@ class Message(NamedTuple):
     """The call's number."""
     content: Any
     """The JSON, decoded."""
-    body: bytes
+    body: bytes | bytearray
     """The JSON's text and the data."""
     start: int
     """Offset of the data in ``body``."""
@@ -109,7 +111,7 @@ class TritonPythonModel:
         for request in requests:
             input_tensors = ((name, self._triton.get_input_tensor_by_name(request, name)) for name in self._inputs)
             inputs = {name: tensor.as_numpy() for name, tensor in input_tensors if tensor is not None}
-            content.append((describe(inputs, data), request.parameters()))
+            content.append((describe(inputs.items(), data), request.parameters()))
         wanted = [request.requested_output_names() for request in requests]
         if self._is_decoupled:
             self._open[call] = [request.get_response_sender() for request in requests], wanted
@@ -206,20 +208,30 @@ class TritonPythonModel:
         return responses
 
 
-def describe(arrays: Arrays, data: Pieces) -> list[Any]:
-    """Describe tensors for a message's JSON, and append their bytes to ``data``."""
+def describe(arrays: Iterable[tuple[str, np.ndarray[Any, np.dtype[Any]]]], data: Pieces) -> list[Any]:
+    """Describe named tensors for a message's JSON, and append their bytes to ``data``."""
     described = []
-    for name, array in arrays.items():
+    for name, array in arrays:
         if array.dtype.hasobject:
             piece: bytes | memoryview = b"".join([_LENGTH.pack(len(element)) + element for element in array.flat])
         else:
             piece = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        size = len(piece)
         data.append(piece)
-        described.append((name, array.dtype.str, array.shape, len(piece)))
+        if size % _ALIGNED:
+            data.append(bytes(-size % _ALIGNED))
+        described.append((name, array.dtype.str, array.shape, size))
     return described
 
 
-def tensors(described: Iterable[Any], body: bytes, start: int) -> tuple[dict[str, Any], int]:
+def tensors(described: Iterable[Any], body: bytes | bytearray, start: int) -> tuple[dict[str, Any], int]:
+    """Read described tensors from a body. Returns the arrays by name, and the offset at which the last tensor ends; see
+    `read_tensors`."""
+    arrays, end = read_tensors(described, body, start)
+    return dict(arrays), end
+
+
+def read_tensors(described: Iterable[Any], body: bytes | bytearray, start: int) -> tuple[list[tuple[str, Any]], int]:
     """Read described tensors from a body.
 
     Args:
@@ -228,36 +240,37 @@ def tensors(described: Iterable[Any], body: bytes, start: int) -> tuple[dict[str
         start: the offset of the first tensor's bytes in ``body``.
 
     Returns:
-        The arrays by name, which are read-only views of ``body`` (except for ``BYTES``), and the offset at which the
-        last tensor ends.
+        The names and arrays, which are views of ``body`` (except for ``BYTES``), read-only if ``body`` is, and the
+        offset at which the last tensor ends.
     """
-    arrays: dict[str, Any] = {}
+    arrays: list[tuple[str, Any]] = []
     for name, dtype, shape, size in described:
         end = start + size
         if dtype == "|O":
             array = np.array(list(_elements(body, start, end)), object)
         else:
             array = np.frombuffer(body, dtype, size // np.dtype(dtype).itemsize, start)
-        arrays[name] = array.reshape(shape)
-        start = end
+        arrays.append((name, array.reshape(shape)))
+        start = end + -end % _ALIGNED
     return arrays, start
 
 
-def _elements(body: bytes, start: int, end: int) -> Iterable[bytes]:
+def _elements(body: bytes | bytearray, start: int, end: int) -> Iterable[bytes]:
     while start < end:
         (length,) = _LENGTH.unpack_from(body, start)
         start += _LENGTH.size + length
-        yield body[start - length : start]
+        yield bytes(body[start - length : start])
 
 
 def message(call: int, content: Any, data: Pieces) -> Pieces:
     """Encode a message as pieces, to be written in their order."""
     text = json.dumps(content).encode()
+    text += b" " * (-len(text) % _ALIGNED)
     size = sum(map(len, data))
     pieces = [HEAD.pack(call, len(text), size), text, *data]
     return [b"".join(pieces)] if size <= _PIECE_BYTES else pieces
 
 
-def read_body(call: int, body: bytes, length: int) -> Message:
+def read_body(call: int, body: bytes | bytearray, length: int) -> Message:
     """Decode the message of a call: ``body`` is the JSON, which has ``length`` bytes, and the data."""
     return Message(call, json.loads(body[:length]), body, length)

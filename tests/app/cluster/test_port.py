@@ -35,9 +35,9 @@ from headwater_server.transport import triton_http
 from headwater_server.transport.address import host_and_port
 from headwater_server.transport.batch import encode_batch
 from headwater_server.transport.frames import FrameClient
+from headwater_server.transport.relay_client import RelayClient
 from headwater_server.transport.segments import RemoteSegment, RemoteSegments, Segments
 from headwater_server.transport.triton_http import TritonClient
-from headwater_server.vllm.client import VllmClient
 from tests.app.cluster.stand_in import until
 from tests.app.transport import test_frames as frames
 from tests.app.vllm import stand_in as vllm
@@ -542,8 +542,8 @@ async def test_a_vllm_is_relayed_with_the_token_on_its_routes_only() -> None:
             assert (await exchange(address, raw))[0].startswith(b"HTTP/1.1 " + status)
         assert standing.connections == 0
         with pytest.raises(ReplicaUnreachable):
-            await (await VllmClient(address, "of another replica").connect()).send("POST", "/v1/completions", b"{}")
-        client = VllmClient(address, TOKEN)
+            await (await RelayClient(address, "of another replica").connect()).send("POST", "/v1/completions", b"{}")
+        client = RelayClient(address, TOKEN)
         for _ in range(2):
             upstream = await client.connect()
             await upstream.send("POST", "/v1/completions", b'{"prompt": "x"}')

@@ -95,7 +95,7 @@ def test_nobody_commands_with_a_second_host_behind_localhost(hosts: bytes) -> No
         return CommandAnswer(0, 200, {})
 
     server = Server(access_log=False)
-    app = create_app(Models(), server, repository_routes(command, OperatorGuard(True), body_reader(server)))
+    app = create_app(Models(), server, repository_routes(command, OperatorGuard(True), body_reader(server), Models()))
     head, _ = ask(b"POST /v2/repository/models/m/load HTTP/1.1", hosts, app)
     assert (head[:12], commands) == ((b"HTTP/1.1 200", ["load"]) if hosts.count(b"\n") == 1 else (b"HTTP/1.1 400", []))
 

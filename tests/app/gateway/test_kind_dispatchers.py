@@ -12,6 +12,7 @@ from headwater_server.control.route_kinds import (
     LanguageKind,
     TensorKind,
     TrafficRoute,
+    TritonKind,
     VersionsKind,
     VllmKind,
 )
@@ -22,12 +23,14 @@ from headwater_server.dispatch.graph import GraphDispatcher
 from headwater_server.dispatch.versions import VersionsDispatcher
 from headwater_server.gateway.kind_dispatchers import Parts, make_dispatcher
 from headwater_server.lm.language_model import LmDispatcher
+from headwater_server.triton.repository_dispatcher import TritonDispatcher
 from headwater_server.vllm.vllm_model import VllmDispatcher
 
 DISPATCHERS: list[tuple[Kind, type]] = [
     (TensorKind(), ModelDispatcher),
     (LanguageKind(), LmDispatcher),
     (VllmKind(), VllmDispatcher),
+    (TritonKind(), TritonDispatcher),
     (GraphKind(), GraphDispatcher),
     (VersionsKind(TrafficRoute({"1": 1.0}, "1")), VersionsDispatcher),
 ]

@@ -59,7 +59,7 @@ class Ring:
         self.app = create_app(
             models,
             self.server,
-            repository_routes(self._command, OperatorGuard(False, has_keys=True), body_reader(self.server)),
+            repository_routes(self._command, OperatorGuard(False, has_keys=True), body_reader(self.server), models),
             metrics_routes(models, folder / "metrics", sampler),
             status_routes(models, None, sampler),
             keys=self.ring,

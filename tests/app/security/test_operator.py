@@ -101,7 +101,7 @@ class Asked:
         self.answer = CommandAnswer(0, 200, {"name": "a", "state": "READY"})
         server = Server(access_log=False)
         reader = reader or body_reader(server)
-        routes = repository_routes(self._command, OperatorGuard(is_local), reader)
+        routes = repository_routes(self._command, OperatorGuard(is_local), reader, Models())
         app = create_app(Models(), server, routes, reader=reader)
         self._transport = httpx.ASGITransport(app)
 

@@ -40,7 +40,7 @@ class Whole(Supervisor):
         self._models = Models(self._connect)
         link = SupervisorLink(self._models.drain)
         server = Server(access_log=False)
-        routes = repository_routes(link.command, OperatorGuard(True), body_reader(server))
+        routes = repository_routes(link.command, OperatorGuard(True), body_reader(server), self._models)
         transport = httpx.ASGITransport(create_app(self._models, server, routes))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000", timeout=10)
         self._link = link

@@ -304,7 +304,7 @@ async def test_who_does_not_answer_is_left_out_and_holds_nobody_up() -> None:
     }
     async with tritons(**behaviours) as folder:
         names = [*behaviours, "gone"]
-        targets = [ReplicaTarget(name, f"{name}-1", folder / name / "m") for name in names]
+        targets = [ReplicaTarget(name, f"{name}-1", folder / name / "m", ("nv_",)) for name in names]
         answers = await ask_replicas(targets, timeout_s=0.5)
     assert [answer[:2] for answer in answers] == [target[:2] for target in targets]
     assert {answer.deployment: answer.text for answer in answers if answer.text is not None} == {"well": TRITON}

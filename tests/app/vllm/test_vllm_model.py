@@ -14,9 +14,9 @@ from headwater_server.control.load import Moment
 from headwater_server.control.routing import State
 from headwater_server.errors import BadRequest, HeadwaterError, ReplicaLost, Unavailable
 from headwater_server.telemetry.recorder import recorder
+from headwater_server.transport.relay_client import RelayClient
 from headwater_server.vllm import vllm_model
 from headwater_server.vllm.answers import ChunkAnswer, TokenCount
-from headwater_server.vllm.client import VllmClient
 from headwater_server.vllm.relay import Relay
 from tests.app.serving import until
 from tests.app.vllm.stand_in import Bench, benched, hangs, request, route_of, stand_ins
@@ -187,12 +187,12 @@ async def test_a_dispatcher_that_is_closed_asks_no_more(turns: int, monkeypatch:
     """Also if the answer comes when the task is cancelled, some turns of the event loop before or after."""
     is_asked, may_answer = asyncio.Event(), asyncio.Event()
 
-    async def get(client: VllmClient, path: str) -> bytes:
+    async def get(client: RelayClient, path: str) -> bytes:
         is_asked.set()
         await may_answer.wait()
         return METRICS
 
-    monkeypatch.setattr(VllmClient, "get", get)
+    monkeypatch.setattr(RelayClient, "get", get)
     async with stand_ins("a") as replicas:
         before = asyncio.all_tasks()
         bench = Bench(replicas)

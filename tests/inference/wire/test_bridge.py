@@ -389,7 +389,7 @@ _BYTES = npst.arrays(object, _SHAPES, elements=st.binary(max_size=9))
 @given(st.lists(st.dictionaries(st.text(max_size=3), st.one_of(_NUMBERS, _BYTES), max_size=3), max_size=3))
 def test_any_tensors_come_back_as_they_were(requests: list[dict[str, Any]]) -> None:
     data: list[bytes | memoryview] = []
-    content = [describe(one, data) for one in requests]
+    content = [describe(one.items(), data) for one in requests]
     whole = b"".join(message(7, content, data))
     call, length, more = HEAD.unpack_from(whole)
     assert len(whole) == HEAD.size + length + more

@@ -24,6 +24,8 @@ from headwater_server.gateway.identify import identify
 from headwater_server.gateway.models import Models, ServedModel
 from headwater_server.gateway.routes.streams import open_stream
 from headwater_server.gateway.routes.texts import answer_text
+from headwater_server.gateway.routes.triton_requests import Action
+from headwater_server.gateway.routes.triton_requests import answer_relayed as answer_triton
 from headwater_server.gateway.routes.vllm_requests import answer_relayed
 from headwater_server.lm.text_generate import GenerateAnswer, GenerateRequest
 from headwater_server.lm.text_pool import TextPool
@@ -62,6 +64,9 @@ class GenerateEndpoint(Endpoint):
         """See `Endpoint.answer`."""
         path = scope["path_params"]
         model = self._models.choose(scope, path["model"], path.get("version"))
+        if model.route.kind.relays_models:
+            action: Action = "generate_stream" if self._streams else "generate"
+            return await answer_triton(self._models, self._reader, scope, receive, model, action)
         accept(scope, model.route.name, "generate_stream" if self._streams else "generate")
         if isinstance(model.dispatcher, VllmDispatcher):
             return await self._relay(scope, receive, model.dispatcher, model.name)

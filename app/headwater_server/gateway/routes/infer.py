@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from starlette.types import Receive, Scope
+from starlette.types import ASGIApp, Receive, Scope
 
 from headwater_server.codecs.infer_request import RequestDecoder
 from headwater_server.codecs.json_data import tensor_bytes
@@ -18,6 +18,7 @@ from headwater_server.gateway.http.exchange import DisconnectWatch
 from headwater_server.gateway.http.replies import Reply, cache_headers
 from headwater_server.gateway.identify import identify
 from headwater_server.gateway.models import Models
+from headwater_server.gateway.routes.triton_requests import answer_relayed
 from headwater_server.telemetry.recorder import accept
 
 __all__ = ["InferEndpoint"]
@@ -33,10 +34,12 @@ class InferEndpoint(Endpoint):
         self._models = models
         self._reader = reader
 
-    async def answer(self, scope: Scope, receive: Receive) -> Reply:
+    async def answer(self, scope: Scope, receive: Receive) -> ASGIApp:
         """See `Endpoint.answer`."""
         path = scope["path_params"]
         model = self._models.choose(scope, path["model"], path.get("version"))
+        if model.route.kind.relays_models:
+            return await answer_relayed(self._models, self._reader, scope, receive, model, "infer")
         accept(scope, model.route.name, "infer")
         decoder, encoder = model.codecs()
         body, headers = await self._reader.read(scope, receive)

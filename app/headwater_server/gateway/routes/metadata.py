@@ -21,6 +21,7 @@ from headwater_server.errors import NotFound, Unavailable
 from headwater_server.gateway.http.bodies import BodyReader, decoded
 from headwater_server.gateway.http.replies import RETRY_AFTER_S
 from headwater_server.gateway.models import Models, ServedModel
+from headwater_server.gateway.routes.triton_requests import repository_index, repository_statistics
 from headwater_server.gateway.sampler import Sampler
 from headwater_server.telemetry.catalogue import REQUESTS
 from headwater_server.telemetry.ledger import Counts, counts_by_deployment, read_records
@@ -137,6 +138,16 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
         Sampler(models).sample()
         return counts_by_deployment(await read_records(recorder().folder))
 
+    async def entries(*, is_ready: bool) -> list[dict[str, Any]]:
+        """The index, in which the models of a repository that accepts requests stand in its place."""
+        within, answered = await repository_index(models, is_ready=is_ready)
+        own = [
+            index_entry(served, models)
+            for served in models.by_version()
+            if served.route.name not in answered and (not is_ready or served.route.state is State.READY)
+        ]
+        return own + within
+
     @router.get("/v2", summary="The server's name, version and protocol extensions")
     @router.get("/v2/", summary="The same")
     async def server() -> JSONResponse:
@@ -149,9 +160,8 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
     @router.get("/v2/models/stats", summary="Statistics of all models")
     async def all_statistics() -> JSONResponse:
         counts = await counted()
-        return JSONResponse(
-            {"model_stats": [_statistics(served, counts[served.route.name]) for served in models.by_version()]}
-        )
+        statistics = [_statistics(served, counts[served.route.name]) for served in models.by_version()]
+        return JSONResponse({"model_stats": statistics + await repository_statistics(models)})
 
     @router.get("/v2/models/{model}", summary="The model's inputs and outputs")
     @router.get("/v2/models/{model}/versions/{version}", summary="The version's inputs and outputs")
@@ -172,19 +182,13 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
 
     @router.get("/v2/repository/index", summary="All models and their states")
     async def index() -> JSONResponse:
-        return JSONResponse([index_entry(model, models) for model in models.by_version()])
+        return JSONResponse(await entries(is_ready=False))
 
     @router.post("/v2/repository/index", summary="The same, as Triton has it", openapi_extra=_INDEX_BODY)
     async def index_by_post(request: Request) -> JSONResponse:
         body, _ = await reader.read(request.scope, request.receive)
         query = await decoded(_index_request, body, request.scope)
-        return JSONResponse(
-            [
-                index_entry(served, models)
-                for served in models.by_version()
-                if not query.ready or served.route.state is State.READY
-            ]
-        )
+        return JSONResponse(await entries(is_ready=bool(query.ready)))
 
     return router
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import TypeAdapter, ValidationError
 
 from headwater_server.codecs.faults import at, read_json, shown
@@ -18,11 +18,16 @@ from headwater_server.config.sections import ReplicaBounds, Replicas
 from headwater_server.control.messages import CommandAnswer
 from headwater_server.errors import BadRequest
 from headwater_server.gateway.http.bodies import BodyReader, decoded
+from headwater_server.gateway.models import Models
+from headwater_server.gateway.routes.triton_requests import change_repository
 from headwater_server.security.operator import OperatorGuard
 
 __all__ = ["repository_routes"]
 
 _WITH_CONFIG: Final = ("load", "reload")
+_WITH_TRITON: Final = ("load", "unload")
+"""The commands that a Triton has for a model of its repository."""
+_NO_FILES: Final = "not supported: models are read from this machine's files, never from a request"
 _REPLICAS: Final[TypeAdapter[ReplicaBounds]] = TypeAdapter(Replicas)
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"description": "The body is wrong, or the configuration in it"},
@@ -51,7 +56,10 @@ class _Rollback(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def repository_routes(
-    command: Callable[[str, str, Mapping[str, Any]], Awaitable[CommandAnswer]], guard: OperatorGuard, reader: BodyReader
+    command: Callable[[str, str, Mapping[str, Any]], Awaitable[CommandAnswer]],
+    guard: OperatorGuard,
+    reader: BodyReader,
+    models: Models,
 ) -> APIRouter:
     """The routes of the commands.
 
@@ -59,14 +67,21 @@ def repository_routes(
         command: has the supervisor carry out an action on a model, given the action's arguments.
         guard: decides who may give commands.
         reader: reads the bodies.
+        models: has the models of Triton's repositories, whose commands are relayed.
     """
     router = APIRouter(tags=["operations"], responses=_REFUSALS)
 
     def add(action: str, summary: str) -> None:
         @router.post(f"/v2/repository/models/{{model}}/{action}", summary=summary, name=action)
-        async def answer(request: Request, model: str) -> JSONResponse:
+        async def answer(request: Request, model: str) -> Response:
             guard.check(request.headers)
             body, _ = await reader.read(request.scope, request.receive)
+            repository = models.repository(model)
+            if repository is not None and action in _WITH_TRITON:
+                await decoded(_refuse_files, body, request.scope)
+                reply = await change_repository(repository, model, action, body)
+                content, headers = reply.content()
+                return Response(content, reply.status, {name.decode(): value.decode() for name, value in headers})
             arguments = await decoded(functools.partial(_arguments, action=action), body, request.scope)
             answer = await command(action, model, arguments)
             return JSONResponse(answer.content, answer.status)
@@ -78,6 +93,15 @@ def repository_routes(
     add("promote", "Give a version all of a model's requests")
     add("rollback", "Undo the last change of how a model's versions share its requests")
     return router
+
+
+def _refuse_files(body: bytes) -> None:
+    """Refuse a command to load a model of a repository from files in the request. Raises `BadRequest`."""
+    hint = 'expected {"parameters": {...}} or an empty body'
+    options: _CommandBody = read_json(body if body.strip() else b"{}", _CommandBody, hint=hint)
+    for name in options.parameters:
+        if name.startswith("file:"):
+            raise BadRequest(f"parameters.{name[:100]}: {_NO_FILES}", field="parameters")
 
 
 def _bounds(body: bytes) -> dict[str, Any]:
@@ -128,8 +152,7 @@ def _arguments(body: bytes, action: str) -> dict[str, Any]:
                 raise at(FIELD, None, expected)
             arguments["config"] = value
         elif name.startswith("file:") and action in _WITH_CONFIG:
-            why = "models are read from this machine's files, never from a request"
-            raise BadRequest(f"parameters.{name[:100]}: not supported: {why}", field="parameters")
+            raise BadRequest(f"parameters.{name[:100]}: {_NO_FILES}", field="parameters")
         else:
             raise BadRequest(f"parameters.{name[:100]}: unknown; {action} has no such parameter", field="parameters")
     return arguments

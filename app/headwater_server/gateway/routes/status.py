@@ -53,7 +53,12 @@ def metrics_routes(models: Models, folder: Path, sampler: Sampler) -> APIRouter:
         from headwater_server.telemetry.exposition import ReplicaTarget, ask_replicas, exposition
 
         targets = [
-            ReplicaTarget(model.route.name, replica.id, path.with_name(model.route.kind.metrics_socket or path.name))
+            ReplicaTarget(
+                model.route.name,
+                replica.id,
+                path.with_name(model.route.kind.metrics_socket or path.name),
+                model.route.kind.metric_prefixes,
+            )
             for model in models.with_steps()
             for replica in (*model.route.replicas, *model.route.retiring)
             if (path := replica.http_path) is not None  # Triton's socket for metrics is beside its socket for HTTP

@@ -1,4 +1,5 @@
-"""HTTP client of a single vLLM server. Answers are read whole or piece by piece, with flow control."""
+"""HTTP client of a single replica's server, vLLM or Triton, to which requests are relayed. Answers are read whole or
+piece by piece, with flow control."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from headwater_server.errors import RETRY_AFTER_LOST_S, ReplicaLost, ReplicaUnre
 from headwater_server.transport.address import TOKEN_HEADER, UNSENT_HEADER, ClientTls, dial, is_local
 from headwater_server.transport.http_connection import HttpConnection
 
-__all__ = ["VllmAnswer", "VllmClient"]
+__all__ = ["RelayClient", "UpstreamAnswer"]
 
 HIGH_BYTES: Final = 256 * 1024
 """The client stops reading from a connection while more bytes than this have been received and not been read by
-`VllmAnswer.read`."""
+`UpstreamAnswer.read`."""
 IDLE_S: Final = 2.0
 """Seconds after the end of an answer in which its connection may be reused. vLLM closes a connection after 5 s, which
 may coincide with a new request."""
@@ -21,11 +22,12 @@ LOST: Final = "the replica ended while it had the request"
 """The message of `ReplicaLost`."""
 
 
-class VllmClient:
-    """Sends requests to a single vLLM server.
+class RelayClient:
+    """Sends requests to the HTTP server of a single replica.
 
     Args:
-        address: where vLLM listens, or the replica's port in front of vLLM; see `headwater_server.transport.address`.
+        address: where the server listens, or the replica's port in front of it; see
+            `headwater_server.transport.address`.
         token: the secret token of the port; not sent to a unix socket.
         tls: the cluster's certificates for mutual TLS; not used for a unix socket.
     """
@@ -34,15 +36,15 @@ class VllmClient:
         self._address = address
         self._tls = tls
         self._headers = "" if is_local(address) else f"{TOKEN_HEADER}: {token}\r\n"
-        self._idle: list[VllmAnswer] = []
-        self._all: set[VllmAnswer] = set()
+        self._idle: list[UpstreamAnswer] = []
+        self._all: set[UpstreamAnswer] = set()
         self._is_closed = False
 
-    async def connect(self) -> VllmAnswer:
+    async def connect(self) -> UpstreamAnswer:
         """A connection for a single request, unused or new. The caller must release it.
 
         Raises:
-            ReplicaUnreachable: vLLM, or the port in front of it, can't be reached, or this client is closed.
+            ReplicaUnreachable: the server, or the port in front of it, can't be reached, or this client is closed.
         """
         now_s = asyncio.get_running_loop().time()
         while self._idle:
@@ -51,7 +53,7 @@ class VllmClient:
                 return answer
             answer.close()
         if not self._is_closed:
-            answer = await dial(self._address, lambda: VllmAnswer(self._all, self._idle, self._headers), self._tls)
+            answer = await dial(self._address, lambda: UpstreamAnswer(self._all, self._idle, self._headers), self._tls)
             if not self._is_closed:
                 return answer
             answer.close()
@@ -61,7 +63,7 @@ class VllmClient:
         """Send a GET request, and return the body of the answer.
 
         Raises:
-            ReplicaLost: vLLM ended, can't be reached, or answered with another status than 200.
+            ReplicaLost: the server ended, can't be reached, or answered with another status than 200.
         """
         answer = await self.connect()
         try:
@@ -82,7 +84,7 @@ class VllmClient:
             answer.close()
 
 
-class VllmAnswer(HttpConnection):
+class UpstreamAnswer(HttpConnection):
     """An answer and its connection. Once the answer is complete and closed, the connection, with this object, is reused
     for another answer.
 
@@ -92,7 +94,7 @@ class VllmAnswer(HttpConnection):
         headers: headers sent with every request, each with its line end.
     """
 
-    def __init__(self, all: set[VllmAnswer], idle: list[VllmAnswer], headers: str = "") -> None:
+    def __init__(self, all: set[UpstreamAnswer], idle: list[UpstreamAnswer], headers: str = "") -> None:
         super().__init__()
         self._headers = headers
         self._all = all
@@ -101,26 +103,32 @@ class VllmAnswer(HttpConnection):
         self._is_paused = False
         self._is_complete = self._is_unsent = False
         self._waiter: asyncio.Future[None] | None = None
+        self.headers: list[tuple[bytes, bytes]] = []
+        """The answer's headers, with names in lower case."""
         self.idle_since_s = 0.0
         """Loop time of the last `release` that kept the connection."""
 
-    async def send(self, method: str, path: str, body: bytes = b"", headers: str = "") -> None:
+    async def send(
+        self, method: str, path: str, body: bytes = b"", headers: str = "", content_type: str = "application/json"
+    ) -> None:
         """Send a request, and wait for the answer's status.
 
         Args:
             method: the HTTP method.
             path: the path of the URL.
-            body: the request's JSON; empty without a body.
+            body: the request's body; empty without a body.
             headers: additional headers, each with its line end.
+            content_type: the type of the body.
 
         Raises:
-            ReplicaUnreachable: vLLM didn't get the request.
-            ReplicaLost: vLLM ended before it answered.
+            ReplicaUnreachable: the server didn't get the request.
+            ReplicaLost: the server ended before it answered.
         """
         if self.is_lost:
             raise ReplicaUnreachable("the replica ended", retry_after_s=RETRY_AFTER_LOST_S)
         self._is_complete = self._is_unsent = False
-        length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
+        self.headers = []
+        length = f"Content-Type: {content_type}\r\nContent-Length: {len(body)}\r\n" if body else ""
         head = f"{method} {path} HTTP/1.1\r\nHost: replica\r\n{length}{self._headers}{headers}\r\n"
         self.begin([head.encode(), body])
         while not self.status:
@@ -134,7 +142,7 @@ class VllmAnswer(HttpConnection):
         """The next bytes of the body, as many as have arrived; empty at its end.
 
         Raises:
-            ReplicaLost: vLLM ended before the end of the body, or `close` was called.
+            ReplicaLost: the server ended before the end of the body, or `close` was called.
         """
         while not self._size:
             if self._is_complete:
@@ -196,7 +204,9 @@ class VllmAnswer(HttpConnection):
         self._wake()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._is_unsent = self._is_unsent or name.lower() == UNSENT_HEADER
+        name = name.lower()
+        self._is_unsent = self._is_unsent or name == UNSENT_HEADER
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()

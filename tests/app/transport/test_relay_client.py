@@ -7,13 +7,13 @@ import asyncio
 import pytest
 
 from headwater_server.errors import ReplicaLost, ReplicaUnreachable
-from headwater_server.vllm import client as client_module
-from headwater_server.vllm.client import HIGH_BYTES, VllmAnswer, VllmClient
+from headwater_server.transport import relay_client as client_module
+from headwater_server.transport.relay_client import HIGH_BYTES, RelayClient, UpstreamAnswer
 from tests.app.serving import until
 from tests.app.vllm.stand_in import Exchange, StandIn, stand_ins
 
 
-async def asked(client: VllmClient, path: str = "/v1/completions") -> VllmAnswer:
+async def asked(client: RelayClient, path: str = "/v1/completions") -> UpstreamAnswer:
     answer = await client.connect()
     await answer.send("POST", path, b'{"a":1}', "X-Request-Id: 7\r\n")
     return answer
@@ -26,7 +26,7 @@ async def echo(exchange: Exchange) -> None:
 async def test_an_answer_has_status_and_body_and_its_connection_is_used_again() -> None:
     async with stand_ins("a") as found:
         found["a"].script = echo
-        client = VllmClient(f"unix:{found['a'].path}")
+        client = RelayClient(f"unix:{found['a'].path}")
         for path in ("/one", "/two"):
             answer = await asked(client, path)
             assert answer.status == 200
@@ -45,7 +45,7 @@ async def test_an_answer_that_is_left_early_ends_its_connection() -> None:
             await exchange.left()
 
         found["a"].script = endless
-        client = VllmClient(f"unix:{found['a'].path}")
+        client = RelayClient(f"unix:{found['a'].path}")
         answer = await asked(client)
         assert await answer.read() == b"data: {}\n\n"
         answer.release()
@@ -56,7 +56,7 @@ async def test_an_answer_that_is_left_early_ends_its_connection() -> None:
 async def test_a_connection_that_vllm_is_about_to_close_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async with stand_ins("a") as found:
         found["a"].script = echo
-        client = VllmClient(f"unix:{found['a'].path}")
+        client = RelayClient(f"unix:{found['a'].path}")
         for _ in range(2):
             monkeypatch.setattr(client_module, "IDLE_S", 0.0)
             answer = await asked(client)
@@ -69,7 +69,7 @@ async def test_a_connection_that_vllm_is_about_to_close_is_not_used_again(monkey
 async def test_a_connection_that_vllm_closed_is_forgotten() -> None:
     async with stand_ins("a") as found:
         found["a"].script = echo
-        client = VllmClient(f"unix:{found['a'].path}")
+        client = RelayClient(f"unix:{found['a'].path}")
         answer = await asked(client)
         await answer.whole()
         answer.release()
@@ -90,9 +90,9 @@ async def test_a_vllm_that_ends_loses_its_answers() -> None:
                 await until(lambda: bool(begun))
             exchange.lose()
 
-        begun: list[VllmAnswer] = []
+        begun: list[UpstreamAnswer] = []
         found["a"].script = script
-        client = VllmClient(f"unix:{found['a'].path}")
+        client = RelayClient(f"unix:{found['a'].path}")
         with pytest.raises(ReplicaLost):
             await asked(client)
         begun.append(await asked(client, "/begin"))
@@ -108,7 +108,7 @@ async def test_what_is_no_http_ends_the_connection() -> None:
             exchange.writer.write(b"nonsense\r\n\r\n")
 
         found["a"].script = script
-        client = VllmClient(f"unix:{found['a'].path}")
+        client = RelayClient(f"unix:{found['a'].path}")
         with pytest.raises(ReplicaLost):
             await asked(client)
         client.close()
@@ -116,7 +116,7 @@ async def test_what_is_no_http_ends_the_connection() -> None:
 
 async def test_without_a_socket_a_vllm_is_not_reached() -> None:
     with pytest.raises(ReplicaUnreachable):
-        await VllmClient("unix:/nowhere/h").connect()
+        await RelayClient("unix:/nowhere/h").connect()
 
 
 async def test_closing_ends_all_connections_and_opens_none() -> None:
@@ -126,7 +126,7 @@ async def test_closing_ends_all_connections_and_opens_none() -> None:
             await exchange.left()
 
         found["a"].script = silent
-        client = VllmClient(f"unix:{found['a'].path}")
+        client = RelayClient(f"unix:{found['a'].path}")
         answers = [await client.connect() for _ in range(3)]
         waiting = [asyncio.create_task(one.send("POST", "/", b"{}")) for one in answers]
         await until(lambda: len(found["a"].exchanges) == 3)
@@ -152,7 +152,7 @@ async def test_a_reader_that_pauses_stops_vllm() -> None:
                 await asyncio.sleep(0)
 
         found["a"].script = endless
-        client = VllmClient(f"unix:{found['a'].path}")
+        client = RelayClient(f"unix:{found['a'].path}")
         answer = await asked(client)
         before = -1
         while sent != before:
@@ -170,7 +170,7 @@ async def test_get_gives_a_body_or_fails() -> None:
     async with stand_ins("a") as found:
         standing: StandIn = found["a"]
         standing.metrics = b"m 1\n"
-        client = VllmClient(f"unix:{standing.path}")
+        client = RelayClient(f"unix:{standing.path}")
         assert await client.get("/metrics") == b"m 1\n"
 
         async def refuses(exchange: Exchange) -> None:

@@ -1,0 +1,1 @@
+"""Triton model repositories: reads their configurations, and prepares them for the Triton of a replica."""
