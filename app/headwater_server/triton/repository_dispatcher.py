@@ -41,6 +41,11 @@ TRIES: Final = 2
 model may compute a request twice is not known."""
 MAX_NAME: Final = 100
 """Longest name of a header that is passed on, in characters."""
+_KEPT_BACK: Final = frozenset({
+    "authorization", "connection", "content-encoding", "content-length", "content-type", "expect", "host",
+    "inference-header-content-length", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "x-api-key",
+})  # fmt: skip
+"""Headers that are not passed on: of the connection, of the body's form, and the gateway's keys."""
 _EVENT_END: Final = b"\n\n"
 _DATA: Final = b"data: "
 _ANSWER_HEADERS: Final = frozenset({b"content-type", b"inference-header-content-length", b"allow"})
@@ -100,10 +105,14 @@ class _RelayedCall:
 
     def watch(self) -> None:
         """Begin the time until the deadline, again."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self.rest()
         if self._timeout_s:
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
+
+    def rest(self) -> None:
+        """End the time until the deadline: what comes next is the client's to do."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     async def send(self) -> UpstreamAnswer:
         """Send the request to a replica. Returns the answer, whose status is known.
@@ -151,8 +160,7 @@ class _RelayedCall:
 
     def end(self) -> None:
         """Leave the replica; the connection of an answer that isn't complete is closed."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self.rest()
         self._leave()
 
     def _leave(self) -> None:
@@ -250,12 +258,16 @@ class TritonDispatcher(Dispatcher):
             raise self._refusal()
 
     def forwarded_headers(self, headers: Collection[tuple[bytes, bytes]]) -> str:
-        """The headers of a client's request that Triton gets, each with its line end."""
+        """The headers of a client's request that Triton gets, each with its line end; never those of `_KEPT_BACK`."""
         if self._forwarded is None:
             return ""
         texts = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
         matches = self._forwarded.fullmatch
-        return "".join(f"{name}: {value}\r\n" for name, value in texts if len(name) <= MAX_NAME and matches(name))
+        return "".join(
+            f"{name}: {value}\r\n"
+            for name, value in texts
+            if len(name) <= MAX_NAME and matches(name) and name.lower() not in _KEPT_BACK
+        )
 
     async def ask(self, request: RelayedRequest, key: str = "", *, has_deadline: bool = True) -> TritonAnswer:
         """Send a request, and return the answer.
@@ -294,12 +306,13 @@ class TritonDispatcher(Dispatcher):
             )
             rest = b""
             while piece := await call.read(upstream):
-                call.watch()
+                call.rest()
                 rest += piece
                 if is_stream:
                     *events, rest = rest.split(_EVENT_END)
                     for event in events:
                         yield event.removeprefix(_DATA)
+                call.watch()
             if not is_stream:
                 yield TritonAnswer(upstream.status, _kept(upstream), rest)
         finally:

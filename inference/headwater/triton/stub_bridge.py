@@ -223,7 +223,10 @@ class BridgedModel:
     # The host
 
     def _started(self) -> _Host:
-        host = _Host(self.program, self.script)
+        try:
+            host = _Host(self.program, self.script)
+        except OSError as error:
+            raise self._triton.TritonModelException(f"the model's process can't be started: {error}") from None
         threading.Thread(target=self._serve_side, args=[host], name="side", daemon=True).start()
         try:
             host.ask("initialize", self._arguments)
@@ -345,10 +348,15 @@ class BridgedModel:
             return
         if flags:
             self._closed(call, place)
-        if told is None:
-            sender.send(flags=flags)
-        else:
-            sender.send(self._response(told, reply.body, reply.start)[0], flags=flags)
+        try:
+            if told is None:
+                sender.send(flags=flags)
+            else:
+                sender.send(self._response(told, reply.body, reply.start)[0], flags=flags)
+        except Exception as error:  # such as no space for the tensors in /dev/shm
+            if not flags:
+                self._closed(call, place)
+            self._fail({place: sender}, str(error))
 
     def _closed(self, call: int, place: int) -> None:
         _, senders = self._open[call]

@@ -122,6 +122,7 @@ class TestRelay:
     )
     async def test_headers_that_match_the_pattern_are_passed_on(self, pattern: str, kept: str) -> None:
         headers = [(b"x-a", b"1"), (b"X-B", b"2"), (b"other", b"3"), (b"x-" + b"a" * 200, b"4")]
+        headers += [(b"content-length", b"5"), (b"Transfer-Encoding", b"chunked"), (b"x-api-key", b"secret")]
         async with benched(header_pattern=pattern) as bench:
             assert bench.dispatcher.forwarded_headers(headers) == kept
 
@@ -380,6 +381,22 @@ class TestEvents:
             assert await anext(stream) == b"1"
             with pytest.raises(DeadlineExceeded):
                 await anext(stream)
+
+    async def test_a_client_that_reads_slowly_is_not_the_replicas_fault(self) -> None:
+        async with benched(timeout_s=0.2) as bench:
+
+            async def script(exchange: RelayedExchange) -> None:
+                exchange.begin()
+                exchange.piece(b"data: 1\n\ndata: 2\n\n")
+                exchange.end()
+
+            bench.replica.script = script
+            stream = bench.dispatcher.events(STREAM)
+            assert await anext(stream) == b"1"
+            passed = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_later(0.4, passed.set_result, None)  # twice the deadline
+            await passed
+            assert [event async for event in stream] == [b"2"]
 
     async def test_a_stream_that_is_closed_ends_at_the_replica(self) -> None:
         async with benched() as bench:

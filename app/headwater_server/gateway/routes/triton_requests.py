@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final, Literal
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -122,7 +122,7 @@ class RelayedMetadata:
         name, *rest = path[len(_MODELS) :].split("/")
         version = rest[1] if len(rest) > 1 and rest[0] == "versions" else None
         action = "/".join(rest if version is None else rest[2:])
-        dispatcher = self._models.repository(unquote(name))
+        dispatcher = self._models.repository(name)
         if dispatcher is None or action not in _READ:
             return None
         return dispatcher, _path(name, version, action)
