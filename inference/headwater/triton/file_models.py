@@ -49,7 +49,7 @@ class FileModel(ABC):
         config = json.loads(args["model_config"])
         self._is_batched = config.get("max_batch_size", 0) > 0
         self._outputs = [tensor["name"] for tensor in config["output"]]
-        self._load(config)
+        self.load(config)
 
     def execute(self, requests: Sequence[InferenceRequest]) -> list[InferenceResponse]:
         """Compute the requests."""
@@ -63,7 +63,7 @@ class FileModel(ABC):
 
     def _alone(self, arrays: Arrays) -> InferenceResponse:
         try:
-            return _response(self._compute(arrays))
+            return _response(self.compute(arrays))
         except Exception as error:
             return InferenceResponse(error=TritonError(f"{type(error).__name__}: {error}"))
 
@@ -71,7 +71,7 @@ class FileModel(ABC):
         """Compute requests in one run: joined along the first axis, and divided again."""
         rows = [len(next(iter(arrays.values()))) for arrays in inputs]
         joined = {name: np.concatenate([arrays[name] for arrays in inputs]) for name in inputs[0]}
-        outputs = self._compute(joined)
+        outputs = self.compute(joined)
         ends = np.cumsum(rows)
         if any(not array.ndim or len(array) != ends[-1] for array in outputs.values()):
             raise ValueError("an output doesn't have a row for each row of the inputs")
@@ -81,11 +81,11 @@ class FileModel(ABC):
         ]
 
     @abstractmethod
-    def _load(self, config: Mapping[str, Any]) -> None:
+    def load(self, config: Mapping[str, Any]) -> None:
         """Load the file. Raises `TritonModelException` if the configuration doesn't fit."""
 
     @abstractmethod
-    def _compute(self, inputs: Arrays) -> Arrays:
+    def compute(self, inputs: Arrays) -> Arrays:
         """The outputs by name. Raises any exception."""
 
 
@@ -112,13 +112,13 @@ class OnnxFile(FileModel):
                 (config.add_input if kind == "input" else config.add_output)(described)
         return config
 
-    def _load(self, config: Mapping[str, Any]) -> None:
+    def load(self, config: Mapping[str, Any]) -> None:
         self._session = _session(self.path, config.get("parameters", {}))
         self._texts = {tensor.name for tensor in self._session.get_inputs() if tensor.type == "tensor(string)"}
         _check_names("input", config["input"], [tensor.name for tensor in self._session.get_inputs()])
         _check_names("output", config["output"], [tensor.name for tensor in self._session.get_outputs()])
 
-    def _compute(self, inputs: Arrays) -> Arrays:
+    def compute(self, inputs: Arrays) -> Arrays:
         given = {name: _decoded(array) if name in self._texts else array for name, array in inputs.items()}
         return dict(zip(self._outputs, self._session.run(self._outputs, given), strict=True))
 
@@ -127,7 +127,7 @@ class TorchScriptFile(FileModel):
     """A TorchScript file. Inputs are named by an argument of ``forward``, or end in ``__`` and a position; outputs end
     in ``__`` and a position."""
 
-    def _load(self, config: Mapping[str, Any]) -> None:
+    def load(self, config: Mapping[str, Any]) -> None:
         import torch
 
         self._torch = torch
@@ -138,7 +138,7 @@ class TorchScriptFile(FileModel):
         self._inputs = {one["name"]: _place("input", one["name"], arguments) for one in config["input"]}
         self._places = [_place("output", name, []) for name in self._outputs]
 
-    def _compute(self, inputs: Arrays) -> Arrays:
+    def compute(self, inputs: Arrays) -> Arrays:
         torch = self._torch
         ordered = sorted((self._inputs[name], array) for name, array in inputs.items())
         with torch.inference_mode():

@@ -72,13 +72,13 @@ class TestOnnx:
     def test_requests_are_computed_together_and_divided(self, onnx_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         model = loaded(OnnxFile, onnx_file, ONNX)
         sizes: list[int] = []
-        compute = model._compute
+        compute = model.compute
 
         def counted(inputs: dict[str, Any]) -> dict[str, Any]:
             sizes.append(len(inputs["x"]))
             return compute(inputs)
 
-        monkeypatch.setattr(model, "_compute", counted)
+        monkeypatch.setattr(model, "compute", counted)
         ones = np.ones((2, 2), np.float32)
         answers = ask(model, {"x": ones * 4, "z": ones * 2}, {"x": ones[:1] * 9, "z": ones[:1] * 3})
         assert [values(answer)["y"] for answer in answers] == [[[2, 2], [2, 2]], [[3, 3]]]
