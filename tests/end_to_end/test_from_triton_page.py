@@ -59,7 +59,7 @@ def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     content["deployments"]["repository"]["python"] = "own"
     with serve(content, cwd=tmp_path) as running:
         index = {entry["name"]: entry.get("state") for entry in running.get("/v2/repository/index").json()}
-        assert index == {"preprocess": "READY", "classify": "READY", "doubled": None}
+        assert index == {"repository": "READY", "preprocess": "READY", "classify": "READY", "doubled": None}
 
 
 def test_the_table_has_every_field_of_a_configuration() -> None:

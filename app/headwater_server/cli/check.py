@@ -324,11 +324,18 @@ def _print(
     if not problems:
         print(f"{green}ready to serve{plain}")
         if deployments:
-            print(_tried(deployments) if loads else "imported, not loaded: `--load` tries that, too")
+            print(_tried(deployments) if loads else _not_tried(deployments))
         return
     print(f"{red}{len(problems)} problem{'' if len(problems) == 1 else 's'}{plain}")
     for problem in problems:
         print(f"\n{bold}{problem.title}{plain}\n  why   {problem.reason}\n  fix   {problem.fix}")
+
+
+def _not_tried(deployments: Sequence[Mapping[str, Any]]) -> str:
+    """A line that says what was not tried without `--load`."""
+    if all(not kind_of(deployment["model"] or "").runs_in_triton for deployment in deployments):
+        return "looked at, not started"
+    return "imported, not loaded: `--load` tries that, too"
 
 
 def _tried(deployments: Sequence[Mapping[str, Any]]) -> str:

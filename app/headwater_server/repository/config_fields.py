@@ -22,8 +22,8 @@ HONOURED: Final = (
 )  # fmt: skip
 """Fields that Triton itself carries out."""
 IGNORED: Final = {
-    "batch_input": "the Python backend gets no batch inputs, in Triton neither",
-    "batch_output": "the Python backend makes no batch outputs, in Triton neither",
+    "batch_input": "Triton's Python backend gets no batch inputs",
+    "batch_output": "Triton's Python backend makes no batch outputs",
     "optimization": "it concerns other backends",
     "cc_model_filenames": "it concerns other backends",
     "runtime": "it concerns other backends",

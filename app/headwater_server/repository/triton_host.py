@@ -42,7 +42,7 @@ from headwater_server.process.socket_http import ask_socket
 from headwater_server.process.sweep import process_stat
 from headwater_server.repository.metric_registry import serve_metrics
 
-__all__ = ["index_of", "main"]
+__all__ = ["main"]
 
 PR_SET_PDEATHSIG: Final = 1
 READY_FILE: Final = "ready"
@@ -151,7 +151,7 @@ class TritonHost:
             self._check_alive("before it was ready")
             with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
                 if self._ask("GET", "/v2/health/live")[0] == 200:
-                    return index_of(self._directory / SOCKET)
+                    return self._index()
             time.sleep(POLL_S)
 
     def _watch(self) -> None:
@@ -179,8 +179,9 @@ class TritonHost:
         """
         for path in (self._directory / INSTANCES).iterdir():
             stat = process_stat(int(path.name))
-            if (stat is None or stat.state in "ZX") and path.exists():  # an unload removes the file first
-                raise ReplicaError(f"the process of an instance has ended: {path.read_text(encoding='utf-8')}")
+            if stat is None or stat.state in "ZX":
+                with contextlib.suppress(FileNotFoundError):  # an unload removes the file before the process ends
+                    raise ReplicaError(f"the process of an instance has ended: {path.read_text(encoding='utf-8')}")
 
     def _end(self) -> None:
         self._server.send_signal(signal.SIGTERM)
@@ -196,21 +197,20 @@ class TritonHost:
         errors = [line for line in lines if _ERROR.match(line) and _NO_GPU not in line][:REPORTED_LINES]
         raise ReplicaError(f"Triton ended {when} ({how})" + "".join(f"\n{line}" for line in errors))
 
-    def _ask(self, method: str, path: str) -> tuple[int, bytes]:
-        return ask_socket(self._directory / SOCKET, method, path, None, ASK_TIMEOUT_S)
+    def _ask(self, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
+        return ask_socket(self._directory / SOCKET, method, path, body, ASK_TIMEOUT_S)
 
+    def _index(self) -> list[dict[str, Any]]:
+        """Triton's index: for each version of a model its name and state.
 
-def index_of(path: Path) -> list[dict[str, Any]]:
-    """The index of the Triton that listens at a unix socket: for each version of a model its name and state.
-
-    Raises:
-        OSError, http.client.HTTPException, ValueError: Triton didn't answer as expected.
-    """
-    status, body = ask_socket(path, "POST", "/v2/repository/index", "{}", ASK_TIMEOUT_S)
-    if status != 200:
-        raise ValueError(f"the index was answered with {status}")
-    index: list[dict[str, Any]] = json.loads(body)
-    return index
+        Raises:
+            OSError, http.client.HTTPException, ValueError: Triton didn't answer as expected.
+        """
+        status, body = self._ask("POST", "/v2/repository/index", "{}")
+        if status != 200:
+            raise ValueError(f"the index was answered with {status}")
+        index: list[dict[str, Any]] = json.loads(body)
+        return index
 
 
 def main() -> None:

@@ -87,7 +87,7 @@ class _RelayedCall:
         dispatcher: has the replicas.
         request: the request.
         key: the name of its API key; empty without a key.
-        timeout_s: its deadline; 0: it has no deadline.
+        timeout_s: its deadline.
     """
 
     __slots__ = ("_dispatcher", "_error", "_request", "_timeout_s", "_timer", "_upstream", "key", "replica")
@@ -106,8 +106,7 @@ class _RelayedCall:
     def watch(self) -> None:
         """Begin the time until the deadline, again."""
         self.rest()
-        if self._timeout_s:
-            self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
+        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
 
     def rest(self) -> None:
         """End the time until the deadline: what comes next is the client's to do."""
@@ -269,19 +268,18 @@ class TritonDispatcher(Dispatcher):
             if len(name) <= MAX_NAME and matches(name) and name.lower() not in _KEPT_BACK
         )
 
-    async def ask(self, request: RelayedRequest, key: str = "", *, has_deadline: bool = True) -> TritonAnswer:
-        """Send a request, and return the answer.
+    async def ask(self, request: RelayedRequest, key: str = "") -> TritonAnswer:
+        """Send a request, and return the answer, within the deployment's ``timeout_s``.
 
         Args:
             request: the request.
             key: the name of its API key; empty without a key.
-            has_deadline: whether the deployment's ``timeout_s`` bounds it.
 
         Raises:
             HeadwaterError: no requests are accepted now, there are too many, the replica is lost, or the deadline
                 passed.
         """
-        call = self._begin(request, key, self.route.timeout_s if has_deadline else 0)
+        call = self._begin(request, key)
         try:
             upstream = await call.send()
             pieces = []
@@ -298,7 +296,7 @@ class TritonDispatcher(Dispatcher):
         Raises:
             HeadwaterError: see `ask`, also after the first event.
         """
-        call = self._begin(request, key, self.route.timeout_s)
+        call = self._begin(request, key)
         try:
             upstream = await call.send()
             is_stream = upstream.status == 200 and any(
@@ -360,7 +358,7 @@ class TritonDispatcher(Dispatcher):
         """Give a replica no more requests: its connection has ended."""
         self._pool.lose(replica)
 
-    def _begin(self, request: RelayedRequest, key: str, timeout_s: float) -> _RelayedCall:
+    def _begin(self, request: RelayedRequest, key: str) -> _RelayedCall:
         self.check_ready()
         check_key(self.route, key)
         if len(self._calls) >= self.kind.max_requests:
@@ -369,7 +367,7 @@ class TritonDispatcher(Dispatcher):
                 "options.max_requests allows",
                 retry_after_s=1,
             )
-        call = _RelayedCall(self, request, key, timeout_s)
+        call = _RelayedCall(self, request, key, self.route.timeout_s)
         self._calls.add(call)
         return call
 

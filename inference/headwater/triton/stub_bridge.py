@@ -279,7 +279,7 @@ class BridgedModel:
         """A tensor of the stub, of BF16 as its bits."""
         try:
             return tensor.name(), tensor.as_numpy()
-        except Exception:
+        except self._triton.TritonModelException:
             return f"{BFLOAT16} {tensor.name()}", capsule_of_tensor(tensor.to_dlpack())
 
     def _tensor(self, name: str, array: np.ndarray[Any, np.dtype[Any]]) -> Any:

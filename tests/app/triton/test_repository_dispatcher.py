@@ -242,20 +242,6 @@ class TestLimits:
             bench.replica.script = answers()
             assert (await bench.dispatcher.ask(INFER)).status == 200
 
-    async def test_a_request_without_a_deadline_has_none(self) -> None:
-        async with benched(timeout_s=0.01) as bench:
-
-            async def late(exchange: RelayedExchange) -> None:
-                with pytest.raises(DeadlineExceeded):
-                    await bench.dispatcher.ask(RelayedRequest("GET", "/other"))
-                exchange.answer(b"late")
-
-            async def script(exchange: RelayedExchange) -> None:
-                await (hangs(exchange) if "/other" in exchange.line else late(exchange))
-
-            bench.replica.script = script
-            assert (await bench.dispatcher.ask(INFER, has_deadline=False)).body == b"late"
-
     async def test_more_requests_than_the_limit_are_refused(self) -> None:
         async with benched(max_requests=2) as bench:
             bench.replica.script = hangs

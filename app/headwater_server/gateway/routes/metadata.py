@@ -138,9 +138,10 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
         Sampler(models).sample()
         return counts_by_deployment(await read_records(recorder().folder))
 
-    async def entries(*, is_ready: bool) -> list[dict[str, Any]]:
-        """The index, in which the models of a repository that accepts requests stand in its place."""
+    async def entries(*, is_ready: bool, as_triton: bool) -> list[dict[str, Any]]:
+        """The index. ``as_triton``: without the deployments of repositories whose models are listed."""
         within, answered = await repository_index(models, is_ready=is_ready)
+        answered = answered if as_triton else set()
         own = [
             index_entry(served, models)
             for served in models.by_version()
@@ -182,13 +183,13 @@ def metadata_routes(models: Models, reader: BodyReader) -> APIRouter:
 
     @router.get("/v2/repository/index", summary="All models and their states")
     async def index() -> JSONResponse:
-        return JSONResponse(await entries(is_ready=False))
+        return JSONResponse(await entries(is_ready=False, as_triton=False))
 
     @router.post("/v2/repository/index", summary="The same, as Triton has it", openapi_extra=_INDEX_BODY)
     async def index_by_post(request: Request) -> JSONResponse:
         body, _ = await reader.read(request.scope, request.receive)
         query = await decoded(_index_request, body, request.scope)
-        return JSONResponse(await entries(is_ready=bool(query.ready)))
+        return JSONResponse(await entries(is_ready=bool(query.ready), as_triton=True))
 
     return router
 
