@@ -43,7 +43,7 @@ def logged(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, log_format: Log
     monkeypatch.setattr("sys.stderr", stream)
     set_up_logging(log_format)
     logging.getLogger("headwater").info(
-        "model %s: ready", "scale", extra={"request_id": "r 1", "rows": 3, "_ray_timestamp_ns": 1}
+        "model %s: ready", "scale", extra={"request_id": "r 1", "rows": 3, "_added_by_a_library": 1}
     )
     logging.getLogger(REPLICA_LOGGER).info("%s", "loading\u2028 weights", extra={"replica": "scale-1"})
     try:
