@@ -113,6 +113,8 @@ class TritonSpec(msgspec.Struct, frozen=True):
 
     models: tuple[str, ...]
     """Names of its models, also of models that are not loaded."""
+    sequences: dict[str, bool] = {}
+    """Its models with sequences, each with whether it has implicit states."""
 
 
 class Signature(msgspec.Struct, frozen=True):

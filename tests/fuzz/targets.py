@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from tests.fuzz import expressions, operations, tensors, texts, wires
+from tests.fuzz import expressions, operations, tensors, texts, triton, wires
 
 __all__ = ["TARGETS", "WORDS", "Target", "seeds_of"]
 
@@ -21,6 +21,7 @@ TARGETS: Final[dict[str, Target]] = {
         *(wires.frame, wires.lm_wire, wires.report),
         expressions.expression,
         *(operations.overlay, operations.repository),
+        *(triton.rpc_message, triton.model_config, triton.sequence_json),
     )
 }
 

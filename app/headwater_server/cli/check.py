@@ -129,6 +129,8 @@ def _served(config: Config, paths: tuple[str, ...], *, loads: bool) -> tuple[lis
     problems += _cache_problems({**computed, **served}, signatures | joined)
     problems += free_shared_memory_problems(needed_shared_memory_bytes(computed, signatures))
     problems += address_problems(config.server.host, config.server.port)
+    if config.server.grpc_port is not None:
+        problems += address_problems(config.server.host, config.server.grpc_port, "grpc_port")
     problems += runtime_dir_problems(config.server, computed)
     problems += temporary_folder_problems(computed.values())
     problems += open_files_problems()

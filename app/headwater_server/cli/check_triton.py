@@ -43,10 +43,6 @@ def look_at_repository(name: str, deployment: Deployment, path: tuple[str, ...])
         for model in models
         for problem in problems_of(model)
     ]
-    ordered = [model.name for model in models if model.config.HasField("sequence_batching")]
-    if ordered and deployment.replicas.max > 1:
-        reason = f"replicas: expected 1, got up to {deployment.replicas.max}: {ordered[0]} has sequence_batching"
-        problems.append(Problem(title, reason, "serve the models with sequences by a deployment of one replica"))
     if not models:
         problems.append(
             Problem(title, "the repository has no models", "name the folder that has a folder for each model")

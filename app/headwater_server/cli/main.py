@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--load", action="store_true", help="also load all models, and call all but language models")
     check.add_argument("--host")
     check.add_argument("--port", type=int)
+    check.add_argument("--grpc-port", type=int)
     add_python_option(check)
     add_set_option(check)
     check.set_defaults(run=_check)
@@ -146,6 +147,7 @@ def _add_model_commands(commands: Any) -> None:
 def _add_gateway_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", help="address to listen on")
     parser.add_argument("--port", type=int, help="port to listen on; 0: any free port")
+    parser.add_argument("--grpc-port", type=int, help="port of gRPC; 0: any free port; default: no gRPC")
     parser.add_argument("--workers", type=int, help="number of gateway processes")
 
 
@@ -242,7 +244,11 @@ def _join(options: argparse.Namespace) -> int:
     from headwater_server.telemetry.logs import set_up_logging
 
     set_up_logging("auto")
-    flags = {name: value for name in ("host", "port", "workers") if (value := getattr(options, name)) is not None}
+    flags = {
+        name: value
+        for name in ("host", "port", "grpc_port", "workers")
+        if (value := getattr(options, name)) is not None
+    }
     return asyncio.run(serve_gateway(None, (), options.address, flags, log_what_is_served))
 
 

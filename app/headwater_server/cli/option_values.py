@@ -144,7 +144,7 @@ def config_flags(options: argparse.Namespace) -> dict[str, Any]:
         if not separator:
             raise ConfigError(f"flag --set: expected FIELD=VALUE, got {pair!r}")
         flags[name] = Unparsed(value)
-    for name in ("host", "port", "workers"):
+    for name in ("host", "port", "grpc_port", "workers"):
         if getattr(options, name, None) is not None:
             if f"server.{name}" in flags:
                 raise ConfigError(f"--{name}: can't be used with --set server.{name}, which sets the same field")

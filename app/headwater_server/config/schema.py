@@ -253,6 +253,9 @@ class Server(Section):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65_535)] = 8000
     """The port to listen on; 0: any free port."""
+    grpc_port: Annotated[int, Field(ge=0, le=65_535)] | None = None
+    """The port of gRPC (the Open Inference Protocol's service), on the same host; 0: any free port; default: no
+    gRPC."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Gateway processes. Limits in this file are totals; each worker has an equal share."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
@@ -294,6 +297,10 @@ class Server(Section):
     allow_load: Literal["settings", "any", "never"] = "settings"
     """Fields that a load or reload may set: ``settings``, only fields that choose no code, and only for models that the
     configuration names; ``any``, all fields, for any model; ``never``, no fields."""
+
+    def _faults(self) -> Iterator[str]:
+        if self.grpc_port and self.grpc_port == self.port:
+            yield f"grpc_port: expected another port than server.port, got {self.grpc_port}"
 
 
 class Config(Section):

@@ -29,6 +29,9 @@ class TritonOptions(Section):
     """Bytes of Triton's cache of responses, for models with ``response_cache`` (``--cache-config``); 0: no cache."""
     http_threads: Annotated[int, Field(ge=1, le=1024)] = 8
     """Threads of Triton's HTTP server (``--http-thread-count``)."""
+    strict_outputs: bool = False
+    """Whether a response with an output that contradicts ``config.pbtxt`` becomes an error; else it is logged once for
+    each output, and goes out as it is."""
     max_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
     """Requests that each gateway worker may have in flight; further requests are refused with 429."""
 

@@ -56,8 +56,8 @@ class ReplicaRoute(msgspec.Struct, frozen=True):
     token: str
     """Triton's access token; for a replica on another machine also its port's."""
     grpc_address: str = ""
-    """Address of its Triton's gRPC server, if it answers in frames (`Signature.is_framed`): ``unix:PATH``, or the
-    ``HOST:PORT`` of its port. Otherwise empty."""
+    """Address of its Triton's gRPC server, if it answers in frames (`Signature.is_framed`) or serves a model
+    repository: ``unix:PATH``, or the ``HOST:PORT`` of its port. Otherwise empty."""
     facts: dict[str, str] = {}
     """The device that it computes on, and versions; see `headwater.wire.handshake.ReplicaStatus.facts`."""
     node: str = ""

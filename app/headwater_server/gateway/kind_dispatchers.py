@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from headwater_server.control.messages import ReplicaLoss
@@ -25,6 +26,7 @@ from headwater_server.dispatch.versions import VersionsDispatcher
 from headwater_server.lm.language_model import LmDispatcher
 from headwater_server.security.peer_tls import PeerTls
 from headwater_server.triton.repository_dispatcher import TritonDispatcher
+from headwater_server.triton.sequences import SequenceTable
 from headwater_server.vllm.vllm_model import VllmDispatcher
 
 __all__ = ["Parts", "make_dispatcher"]
@@ -45,6 +47,8 @@ class Parts(NamedTuple):
     """See `headwater_server.gateway.models.Models.on_quarantined`."""
     on_lost: Callable[[ReplicaLoss], None]
     """See `headwater_server.gateway.models.Models.on_lost`."""
+    sequences: Path | None
+    """The file of the sequences of Triton's repositories, shared by all workers; None: this worker has them alone."""
 
 
 def make_dispatcher(route: DeploymentRoute, parts: Parts) -> Dispatcher:
@@ -63,7 +67,7 @@ _MADE: Final[Mapping[type[Kind], Callable[[DeploymentRoute, Parts], Dispatcher]]
     TensorKind: _tensors,
     LanguageKind: lambda route, parts: LmDispatcher(route, parts.connect, on_lost=parts.on_lost),
     VllmKind: lambda route, parts: VllmDispatcher(route, parts.tls, parts.on_lost),
-    TritonKind: lambda route, parts: TritonDispatcher(route, parts.tls, parts.on_lost),
+    TritonKind: lambda route, parts: TritonDispatcher(route, parts.tls, parts.on_lost, SequenceTable(parts.sequences)),
     GraphKind: lambda route, parts: GraphDispatcher(route, parts.find),
     VersionsKind: lambda route, parts: VersionsDispatcher(route, parts.find),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -52,6 +53,8 @@ class ServedModel:
         self.name = adapter or (route.part_of if route.version and route.part_of else route.name)
         self.meter = recorder().deployment(dispatcher.route.name)
         self._whole: tuple[Signature, tuple[RequestDecoder, ResponseEncoder]] | None = None
+        self._checked: tuple[RequestDecoder, ResponseEncoder] | None = None
+        """The codecs of the signature for which `Dispatcher.check_whole` has passed."""
         self._generate: tuple[Signature, tuple[GenerateDecoder, GenerateEncoder]] | None = None
 
     @property
@@ -72,9 +75,20 @@ class ServedModel:
             Unavailable: the deployment accepts no requests now.
             BadRequest: the model answers only with streams, or with text: see `Dispatcher.check_whole`.
         """
+        codecs = self.tensor_codecs()
+        if self._checked is not codecs:
+            self.dispatcher.check_whole()
+            self._checked = codecs
+        return codecs
+
+    def tensor_codecs(self) -> tuple[RequestDecoder, ResponseEncoder]:
+        """The codecs of tensors, of a model that streams, too.
+
+        Raises:
+            Unavailable: the deployment accepts no requests now.
+        """
         signature = self.dispatcher.check_ready()
         if self._whole is None or signature is not self._whole[0]:
-            self.dispatcher.check_whole()
             public_signature = self._public_signature(signature)
             self._whole = signature, (RequestDecoder(public_signature), ResponseEncoder(public_signature, self.version))
         return self._whole[1]
@@ -113,14 +127,20 @@ class Models:
         connect: makes the clients of replicas other than vLLM's; tests pass a fake.
         budget: limits the requests that wait in all deployments of tensors together, in this worker.
         tls: the cluster's TLS, for replicas on other machines; None: there is no cluster with TLS.
+        sequences: see `Parts.sequences`.
     """
 
     def __init__(
-        self, connect: Connect | None = None, budget: QueueBudget | None = None, tls: PeerTls | None = None
+        self,
+        connect: Connect | None = None,
+        budget: QueueBudget | None = None,
+        tls: PeerTls | None = None,
+        sequences: Path | None = None,
     ) -> None:
         self._parts = Parts(
             connect or functools.partial(dispatch_connect, tls=tls), budget or QueueBudget(), tls, self._dispatcher,
             lambda model, fingerprint: self.on_quarantined(model, fingerprint), lambda loss: self.on_lost(loss),
+            sequences,
         )  # fmt: skip
         self._models: dict[str, ServedModel] = {}
         self._adapters: dict[str, ServedModel] = {}

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import functools
 import logging
 import os
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final, cast
 
@@ -121,13 +122,15 @@ class GatewayWorker:
             peer_tls = PeerTls(Path(settings.cluster_tls), list(map(Path, settings.kept_cluster_tls)))
             self._tasks.append(functools.partial(FileWatch(peer_tls.paths).run, peer_tls.renew))
         rows, size_bytes = (-(-most // options.workers) for most in (options.max_queue_size, options.max_queue_bytes))
-        models = self._models = Models(budget=QueueBudget(rows, size_bytes), tls=peer_tls)
+        sequences = Path(settings.control).parent / "sequences"
+        models = self._models = Models(budget=QueueBudget(rows, size_bytes), tls=peer_tls, sequences=sequences)
         link = self._link = SupervisorLink(models.drain, models.quarantine, models.cancel_here)
         models.on_quarantined = link.report_quarantined
         models.on_lost = link.report_lost
         models.cancel_elsewhere = link.cancel_elsewhere
         self._connections = Connections(allow_open_files(-(-options.max_connections // options.workers)))
-        app = self._application()
+        self._reader = body_reader(options)
+        app = self._app = self._application()
         self._connection = functools.partial(
             BoundedConnection,
             head_timeout_s=options.client_timeout_s,
@@ -151,10 +154,11 @@ class GatewayWorker:
             )
         )
         self._acceptor: TlsAcceptor | None = None
+        self._certificate: Certificate | None = None
         if options.tls is not None:
             watch = FileWatch([options.tls.certificate, options.tls.key])
             kept = dict(zip(("certificate", "key"), settings.kept_tls, strict=False))
-            certificate = Certificate(options.tls, Tls.model_validate(kept) if kept else None)
+            certificate = self._certificate = Certificate(options.tls, Tls.model_validate(kept) if kept else None)
             self._tasks.append(functools.partial(watch.run, certificate.renew))
             self._acceptor = TlsAcceptor(certificate.context, self._with_tls, self._connections)
 
@@ -178,7 +182,7 @@ class GatewayWorker:
             keys = KeyRing(lambda: known_keys(security.keys_file), limits)
             self._tasks.append(functools.partial(watch.run, keys.renew))
         operator = OperatorGuard(is_loopback(self._listener.getsockname()), has_keys=keys is not None)
-        reader = body_reader(options)
+        reader = self._reader
         sampler = Sampler(models)
         counts = Path(settings.metrics) if settings.metrics else None
         folder = None if counts is None else counts.parent
@@ -238,15 +242,31 @@ class GatewayWorker:
         await self._first_table.wait()
         if not self._server.should_exit:
             tuning.settle(GARBAGE_ALLOCATIONS)
-            if self._acceptor is None:
-                await self._server.serve(sockets=[self._listener])
-                return
-            accepting = asyncio.create_task(self._acceptor.run(self._listener))
-            try:
-                await self._server.serve(sockets=[])
-            finally:
-                accepting.cancel()
-                self._listener.close()
+            async with self._grpc():
+                if self._acceptor is None:
+                    await self._server.serve(sockets=[self._listener])
+                    return
+                accepting = asyncio.create_task(self._acceptor.run(self._listener))
+                try:
+                    await self._server.serve(sockets=[])
+                finally:
+                    accepting.cancel()
+                    self._listener.close()
+
+    @contextlib.asynccontextmanager
+    async def _grpc(self) -> AsyncIterator[None]:
+        """Serve gRPC meanwhile, if it is to be served."""
+        if self._options.grpc_port is None:
+            yield
+            return
+        from headwater_server.gateway.grpc.rpc_server import GrpcServer  # imported only when needed: it takes memory
+
+        server = GrpcServer(self._app, self._models, self._reader, self._options, self._certificate)
+        await server.start()
+        try:
+            yield
+        finally:
+            await server.stop(LAST_ANSWERS_TIMEOUT_S)
 
 
 async def _run(settings: WorkerSettings, listener: socket.socket) -> str:

@@ -38,6 +38,9 @@ ENVIRONMENTS: Final = "environments"
 """Folder of unpacked environments, in the server's folder."""
 INSTANCES: Final = "instances"
 """See `HostProgram.instances`; `headwater_server.repository.triton_host` looks at it."""
+STATES: Final = "states"
+"""The folder of the states of sequences, in the server's folder; `headwater_server.repository.triton_host` sweeps
+it."""
 OUTPUT_FILE: Final = "triton.out"
 """What Triton prints besides its log."""
 BLOCK_BYTES: Final = 4 * 1024 * 1024
@@ -51,6 +54,8 @@ def main() -> None:
     spec = msgspec.json.decode((directory / "spec.json").read_bytes(), type=ReplicaSpec)
     stage = stage_package(directory / "python")
     environment = with_changes(os.environ, spec.environment)
+    states = directory.parent / STATES / spec.name
+    states.mkdir(parents=True, exist_ok=True)
     program = HostProgram(
         python or sys.executable,
         str(stage),
@@ -59,7 +64,9 @@ def main() -> None:
         f"/proc/{os.getppid()}/fd/1",  # the replica's log, while its host lives
         str(directory / INSTANCES),
         str(directory / CALLS_SOCKET),
+        str(states),
         spec.max_compute_s,
+        spec.options["strict_outputs"],
     )
     (directory / INSTANCES).mkdir()
     program.write(str(directory / "host.json"))

@@ -29,6 +29,7 @@ from headwater.errors import LoadError, Problem, ReplicaError
 from headwater.reference import find_folder
 from headwater.signature import Signature, TritonSpec
 from headwater.wire.handshake import OWN_SIDE, ReplicaSpec, ReplicaStatus, failure_of
+from headwater.wire.sequence_step import FILE_IDLE_S
 from headwater_server.binder.environment import require
 from headwater_server.process.interpreter import (
     NUMPY_ALONE,
@@ -41,8 +42,9 @@ from headwater_server.process.launcher import with_changes
 from headwater_server.process.socket_http import ask_socket
 from headwater_server.process.sweep import process_stat
 from headwater_server.repository.metric_registry import serve_metrics
+from headwater_server.repository.model_config import models_of
 
-__all__ = ["main"]
+__all__ = ["main", "sequences_of", "sweep_states"]
 
 PR_SET_PDEATHSIG: Final = 1
 READY_FILE: Final = "ready"
@@ -50,6 +52,8 @@ READY_FILE: Final = "ready"
 SOCKET: Final = "h"
 """The name of Triton's HTTP socket in the replica's folder."""
 LOG_FILE: Final = "triton.log"
+STATES: Final = "states"
+"""The folder of the states of sequences, in the server's folder."""
 INSTANCES: Final = "instances"
 """See `headwater.wire.host_program.HostProgram.instances`."""
 SERVER: Final = "tritonserver"
@@ -62,6 +66,9 @@ MISSED: Final = 4
 """Consecutive looks without an answer after which Triton counts as hung."""
 END_S: Final = 8.0
 """Time in which Triton must end after SIGTERM; then the guardian kills the group."""
+SWEEP_EVERY_S: Final = 30.0
+MAX_STATES_BYTES: Final = 4 * 1024**3
+"""Most bytes of the files of the states of a deployment's sequences."""
 REPORTED_LINES: Final = 10
 _ERROR: Final = re.compile(r"[EF]\d{4} |error: ")
 _NO_GPU: Final = "CudaDriverHelper has not been initialized"
@@ -126,7 +133,8 @@ class TritonHost:
                 text = f"model {model['name']} {model.get('version', '')} is not loaded: {model.get('reason') or '?'}"
                 self.report(ReplicaStatus("warning", text))
         names = tuple(sorted({model["name"] for model in models}))
-        signature = Signature(spec.name, (), (), triton=TritonSpec(names), idempotent=False)
+        sequences = sequences_of(repository)
+        signature = Signature(spec.name, (), (), triton=TritonSpec(names, sequences), idempotent=False)
         facts = {f"{OWN_SIDE}{name}": installed_version(name) or "unknown" for name in ("numpy", "nvidia-pytriton")}
         # Stubs come and go with the loads of models, so only Triton's own process is vital to the guardian.
         (self._directory / READY_FILE).write_text(SERVER, encoding="ascii")
@@ -161,7 +169,11 @@ class TritonHost:
             ReplicaError: Triton has ended, or doesn't answer.
         """
         missed = 0
+        swept_s = 0.0
         while not self._stop.wait(LOOK_S):
+            if time.monotonic() - swept_s > SWEEP_EVERY_S:
+                swept_s = time.monotonic()
+                sweep_states(self._directory.parent / STATES / self._spec.name)
             self._check_alive("while it served")
             self._check_instances()
             try:
@@ -211,6 +223,47 @@ class TritonHost:
             raise ValueError(f"the index was answered with {status}")
         index: list[dict[str, Any]] = json.loads(body)
         return index
+
+
+def sequences_of(repository: Path) -> dict[str, bool]:
+    """The models of a repository that have sequences, each with whether it has implicit states. An ensemble has the
+    sequences of its models, without states of its own.
+
+    Raises:
+        OSError: the repository can't be read.
+    """
+    models = {model.name: model.config for model in models_of(repository)}
+    found = {
+        name: bool(config.sequence_batching.state)
+        for name, config in models.items()
+        if config.HasField("sequence_batching")
+    }
+    while True:
+        more = {
+            name: False
+            for name, config in models.items()
+            if name not in found and any(step.model_name in found for step in config.ensemble_scheduling.step)
+        }
+        if not more:
+            return found
+        found |= more
+
+
+def sweep_states(folder: Path) -> None:
+    """Remove the files of states that were not used for long, and the oldest of more than `MAX_STATES_BYTES`."""
+    ages = []
+    with contextlib.suppress(FileNotFoundError):
+        for entry in os.scandir(folder):
+            with contextlib.suppress(FileNotFoundError):  # another replica's host sweeps, too
+                stat = entry.stat()
+                ages.append((stat.st_mtime, stat.st_size, entry.path))
+    total = sum(size for _, size, _ in ages)
+    for used_s, size, path in sorted(ages):
+        if total <= MAX_STATES_BYTES and time.time() - used_s < FILE_IDLE_S:
+            break
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        total -= size
 
 
 def main() -> None:

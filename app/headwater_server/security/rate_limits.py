@@ -7,7 +7,6 @@ reaches a single worker, gets everything that its key allows, and not only a wor
 
 from __future__ import annotations
 
-import fcntl
 import math
 import mmap
 import os
@@ -15,16 +14,13 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
 from headwater_server.errors import RateLimited
+from headwater_server.file_lock import briefly_locked
 from headwater_server.security.keys import Key
 
 __all__ = ["KeyLimits", "LimitFiles"]
 
-LOCK_TRIES: Final = 200
-"""Tries to lock a file, about 100 µs in all. A process that holds the lock for longer has been stopped (SIGSTOP), and
-requests must not wait for it."""
 _REQUESTS_FULL, _TOKENS_FULL, _FIRST_WORKER = 0, 1, 2
 """Indexes of a file's cells. The first two cells hold the times, on the monotonic clock, at which the buckets will be
 full; a bucket has no other state. Each further cell holds a worker's number of requests in flight."""
@@ -68,8 +64,7 @@ class KeyLimits:
             RateLimited: a limit is reached; the error says when to retry.
         """
         key = self.key
-        is_locked = self._lock()
-        try:
+        with briefly_locked(self._handle):  # without the lock, a request may exceed the limit
             cells = self._cells
             if key.concurrent is not None:
                 under_way = int(sum(cells[_FIRST_WORKER : self._end]))
@@ -83,9 +78,6 @@ class KeyLimits:
                     raise _refusal(f"at most {rate:g} requests a second (requests_per_second)", wait_s)
                 cells[_REQUESTS_FULL] = full + 1 / rate
             cells[self._own] += 1
-        finally:
-            if is_locked:
-                fcntl.flock(self._handle, fcntl.LOCK_UN)
 
     def leave(self) -> None:
         """End an admitted request. Needs no lock: no other worker writes this cell."""
@@ -109,24 +101,9 @@ class KeyLimits:
         per_minute = self.key.tokens_per_minute
         if per_minute is None or not count:
             return
-        is_locked = self._lock()
-        try:
+        with briefly_locked(self._handle):
             full = max(self._clock(), self._cells[_TOKENS_FULL])
             self._cells[_TOKENS_FULL] = full + count * 60 / per_minute
-        finally:
-            if is_locked:
-                fcntl.flock(self._handle, fcntl.LOCK_UN)
-
-    def _lock(self) -> bool:
-        """Lock the file. Returns False if another process held the lock during all tries: it is probably stopped. The
-        caller goes on without the lock, so that a request may exceed the limit."""
-        for _ in range(LOCK_TRIES):
-            try:
-                fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            return True
-        return False
 
 
 class LimitFiles:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import ssl
 from pathlib import Path
+from typing import Any
 
 from headwater_server.config.sections import Tls
 from headwater_server.errors import ConfigError
@@ -38,16 +39,41 @@ class Certificate:
             logger.error("can't load the certificate, using the previous one: %s", error)
             section = kept
         _load(self.context, section)
+        self._raw = _contents(section)
 
     def renew(self) -> None:
         """Read the files again, for new connections; if they are unusable, keep the previous certificate."""
         try:
             _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._section)  # scratch, as above
             _load(self.context, self._section)
+            self._raw = _contents(self._section)
         except ConfigError as error:
             logger.error("can't reload the certificate, keeping the previous one: %s", error)
         else:
             logger.info("reloaded the certificate")
+
+    def grpc_credentials(self) -> Any:
+        """The credentials of a gRPC server, whose new connections use the certificate as it is then."""
+        import grpc  # imported only when needed: it takes memory
+
+        used = self._raw
+
+        def changed() -> Any:
+            nonlocal used
+            if self._raw is used:
+                return None
+            used = self._raw
+            return grpc.ssl_server_certificate_configuration([used])
+
+        return grpc.dynamic_ssl_server_credentials(grpc.ssl_server_certificate_configuration([used]), changed)
+
+
+def _contents(section: Tls) -> tuple[bytes, bytes]:
+    """The private key and the certificate, after a check."""
+    try:
+        return section.key.read_bytes(), section.certificate.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}", field="server.tls") from error
 
 
 def _load(context: ssl.SSLContext, section: Tls) -> None:

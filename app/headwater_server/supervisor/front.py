@@ -73,13 +73,13 @@ class Workers:
         if config.cluster is not None and config.cluster.tls is not None:
             self._kept["kept_cluster_tls"] = KeptFiles(peer_files(config.cluster.tls), check_peer_files)
 
-    def start(self, listener: socket.socket) -> None:
+    def start(self, listener: socket.socket, grpc_port: int | None) -> None:
         """Have tasks start the workers, which accept connections from the listener, and replace workers that end, until
-        the server stops."""
+        the server stops. The workers listen on ``grpc_port`` themselves; None: they serve no gRPC."""
         cluster = self._config.cluster
         settings = WorkerSettings(
             control=str(self._children.folder / CONTROL),
-            server=self._config.server.model_dump(mode="json"),
+            server={**self._config.server.model_dump(mode="json"), "grpc_port": grpc_port},
             security=self._config.security.model_dump(mode="json"),
             cluster_tls=str(cluster.tls) if cluster is not None and cluster.tls is not None else "",
         )
@@ -271,6 +271,7 @@ class Front:
         for number in numbers:
             loop.add_signal_handler(number, self._on_stop_signal, number)
         listener = self._listen()
+        grpc_holder = self._hold_grpc_port()
         folder = self._make_folder()
         watching: list[asyncio.Task[None]] = []
         try:
@@ -278,13 +279,17 @@ class Front:
             scheme = "http" if self._config.server.tls is None else "https"
             self._url = f"{scheme}://{_url_host(host)}:{port}"
             logger.info("listening on %s", self._url)
+            grpc_port: int | None = None
+            if grpc_holder is not None:
+                grpc_port = grpc_holder.getsockname()[1]
+                logger.info("listening for gRPC on %s:%d", _url_host(host), grpc_port)
             if not keys_are_wanted(self._config.security.keys_file):
                 warn_if_exposed(listener.getsockname())
             await self._control.start(self._children.folder / CONTROL)
             await self._backend.prepare()
             self._publish()
             workers = Workers(self._config, self._children, self._control, self.observer)
-            workers.start(listener)
+            workers.start(listener, grpc_port)
             for watch in (
                 self._children.watch(),
                 workers.watch(),
@@ -301,6 +306,8 @@ class Front:
             for task in watching:
                 task.cancel()
             listener.close()
+            if grpc_holder is not None:
+                grpc_holder.close()
             await self._control.close()
             folder.close()
         if self._failure:  # logged last, since an operator reads the end of the log first
@@ -315,6 +322,23 @@ class Front:
             raise StartError(
                 f"server.host, server.port: can't listen on {server.host}:{server.port}: {error.strerror}; "
                 "is another server running there? Choose another with --port"
+            ) from error
+
+    def _hold_grpc_port(self) -> socket.socket | None:
+        """A socket that keeps the port of gRPC for the workers; None: there is no gRPC.
+
+        Raises:
+            StartError: the port is taken.
+        """
+        server = self._config.server
+        if server.grpc_port is None:
+            return None
+        try:
+            return preflight.hold_port(server.host, server.grpc_port)
+        except OSError as error:
+            raise StartError(
+                f"server.grpc_port: can't listen on {server.host}:{server.grpc_port}: {error.strerror}; is another "
+                "server running there? Choose another with --grpc-port"
             ) from error
 
     def _make_folder(self) -> RuntimeFolder:

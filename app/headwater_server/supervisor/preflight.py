@@ -82,19 +82,36 @@ def open_listener(host: str, port: int) -> socket.socket:
         return listener
 
 
-def address_problems(host: str, port: int) -> list[Problem]:
-    """Check whether the gateway can listen on an address."""
+def hold_port(host: str, port: int) -> socket.socket:
+    """Keep a TCP port for other processes of this user, each of which listens on it itself (``SO_REUSEPORT``), for as
+    long as the socket is open. The socket doesn't listen. Raises as `open_listener`."""
+    listener = open_listener(host, port)  # without SO_REUSEPORT: fails if any other process has the port
+    address = listener.getsockname()
+    listener.close()
+    holder = socket.socket(listener.family, listener.type)
+    try:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(address)
+    except BaseException:
+        holder.close()
+        raise
+    return holder
+
+
+def address_problems(host: str, port: int, option: str = "port") -> list[Problem]:
+    """Check whether the gateway can listen on an address. ``option``: the field of ``server`` with the port."""
     where = f"{host}:{port}"
+    field, flag = f"server.{option}", f"--{option.replace('_', '-')}"
     try:
         open_listener(host, port).close()
     except (socket.gaierror, UnicodeError) as error:
         return [Problem("server.host", f"{host!r} is not this machine's address: {error}", "choose another: --host")]
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            fix = "end that process, or choose another port: --port (0 takes a free one)"
-            return [Problem("server.port", f"{where} is taken{_holder(port)}", fix)]
+            fix = f"end that process, or choose another port: {flag} (0 takes a free one)"
+            return [Problem(field, f"{where} is taken{_holder(port)}", fix)]
         if error.errno == errno.EACCES:
-            return [Problem("server.port", f"{where} is not allowed to this user", "choose a port from 1024: --port")]
+            return [Problem(field, f"{where} is not allowed to this user", f"choose a port from 1024: {flag}")]
         fix = "choose another: --host 127.0.0.1, or 0.0.0.0 for all"
         return [Problem("server.host", f"can't listen on {where}: {error.strerror}", fix)]
     return []

@@ -380,9 +380,9 @@ class ReplicaProcess:
     def route(self) -> ReplicaRoute:
         """See `ReplicaHandle.route`."""
         signature = self.signature
-        frames = signature is not None and signature.is_framed
+        has_grpc = signature is not None and (signature.is_framed or signature.triton is not None)
         return ReplicaRoute(
-            self.id, f"unix:{self.directory / 'h'}", self.token, f"unix:{self.directory / 'g:1'}" if frames else "",
+            self.id, f"unix:{self.directory / 'h'}", self.token, f"unix:{self.directory / 'g:1'}" if has_grpc else "",
             self.facts,
         )  # fmt: skip
 

@@ -25,7 +25,7 @@ from headwater_server.transport.replica_protocol import FrameRequest
 from headwater_server.transport.segments import RemoteSegment
 from headwater_server.transport.triton_http import TritonClient, refusal
 
-__all__ = ["FrameClient"]
+__all__ = ["FrameClient", "open_channel"]
 
 logger = logging.getLogger("headwater.frames")
 
@@ -76,6 +76,19 @@ class _UnreadAnswers:
         return self._answers.pop(0)
 
 
+def open_channel(address: str, tls: ClientTls | None = None) -> grpc.aio.Channel:
+    """Open a gRPC channel to a replica. It connects with its first call.
+
+    Args:
+        address: see `headwater_server.transport.address`.
+        tls: the cluster's TLS; not used for a unix socket.
+    """
+    if tls is None or is_local(address):
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    options = [*_OPTIONS, ("grpc.ssl_target_name_override", tls.server_name)]
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
+
+
 class FrameClient:
     """Calls a model of a replica's Triton.
 
@@ -91,11 +104,7 @@ class FrameClient:
         self._is_remote = not is_local(address)
         self._segments = TritonClient(model, address, token, tls)
         """Client that places segments; it connects only for this."""
-        if tls is None or not self._is_remote:
-            self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
-        else:
-            options = [*_OPTIONS, ("grpc.ssl_target_name_override", tls.server_name)]
-            self._channel = grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
+        self._channel = open_channel(address, tls)
         stub = pb_grpc.GRPCInferenceServiceStub(self._channel)
         self._stream: Any = stub.ModelStreamInfer(metadata=(("triton-grpc-protocol-triton-access-token", token),))
         self._calls: dict[str, _UnreadAnswers] = {}

@@ -7,12 +7,11 @@ has left.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import re
-from collections.abc import AsyncGenerator, Callable, Collection
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
 
 from headwater_server.codecs.tensors import InferRequest
 from headwater_server.control.load import Moment
@@ -20,25 +19,18 @@ from headwater_server.control.messages import ReplicaLoss
 from headwater_server.control.route_kinds import TritonKind
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, check_key, unavailable
 from headwater_server.dispatch.deployment_protocol import Dispatcher, Fail
-from headwater_server.dispatch.pool import Replica, ReplicaPool
-from headwater_server.errors import (
-    RETRY_AFTER_LOST_S,
-    BadRequest,
-    DeadlineExceeded,
-    HeadwaterError,
-    QueueFull,
-    ReplicaLost,
-    ReplicaUnreachable,
-    Unavailable,
-)
+from headwater_server.dispatch.pool import ReplicaPool
+from headwater_server.errors import RETRY_AFTER_LOST_S, BadRequest, QueueFull, Unavailable
 from headwater_server.transport.address import ClientTls
 from headwater_server.transport.relay_client import RelayClient, UpstreamAnswer
+from headwater_server.triton.relayed_calls import HttpCall, RelayedCall, RelayedRequest, TritonReplica
+from headwater_server.triton.sequences import SequenceRequest, SequenceTable, SequenceTurn, sequence_of
 
-__all__ = ["RelayedRequest", "TritonAnswer", "TritonDispatcher"]
+if TYPE_CHECKING:
+    from headwater_server.triton.rpc_call import RpcCall
 
-TRIES: Final = 2
-"""Number of replicas that a request may be offered to. Only a request that no replica got is offered again: whether a
-model may compute a request twice is not known."""
+__all__ = ["TritonAnswer", "TritonDispatcher"]
+
 MAX_NAME: Final = 100
 """Longest name of a header that is passed on, in characters."""
 _KEPT_BACK: Final = frozenset({
@@ -52,15 +44,7 @@ _ANSWER_HEADERS: Final = frozenset({b"content-type", b"inference-header-content-
 """The headers of Triton's answers that clients get."""
 
 
-class RelayedRequest(NamedTuple):
-    """A request to Triton."""
-
-    method: str
-    path: str
-    body: bytes = b""
-    content_type: str = "application/json"
-    headers: str = ""
-    """More headers, each with its line end."""
+C = TypeVar("C", bound=RelayedCall)
 
 
 class TritonAnswer(NamedTuple):
@@ -72,116 +56,6 @@ class TritonAnswer(NamedTuple):
     body: bytes
 
 
-@dataclass(slots=True, eq=False)
-class _TritonReplica(Replica):
-    """A replica and its number of requests in flight."""
-
-    client: RelayClient
-    requests: int = 0
-
-
-class _RelayedCall:
-    """A request in flight.
-
-    Args:
-        dispatcher: has the replicas.
-        request: the request.
-        key: the name of its API key; empty without a key.
-        timeout_s: its deadline.
-    """
-
-    __slots__ = ("_dispatcher", "_error", "_request", "_timeout_s", "_timer", "_upstream", "key", "replica")
-
-    def __init__(self, dispatcher: TritonDispatcher, request: RelayedRequest, key: str, timeout_s: float) -> None:
-        self._dispatcher = dispatcher
-        self._request = request
-        self._timeout_s = timeout_s
-        self._error: HeadwaterError | None = None
-        self._upstream: UpstreamAnswer | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self.key = key
-        self.replica: _TritonReplica | None = None
-        self.watch()
-
-    def watch(self) -> None:
-        """Begin the time until the deadline, again."""
-        self.rest()
-        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
-
-    def rest(self) -> None:
-        """End the time until the deadline: what comes next is the client's to do."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    async def send(self) -> UpstreamAnswer:
-        """Send the request to a replica. Returns the answer, whose status is known.
-
-        Raises:
-            HeadwaterError: there is no replica, the replica is lost, or `fail` was called.
-        """
-        tried: _TritonReplica | None = None
-        for tries in range(TRIES, 0, -1):
-            replica = self.replica = self._dispatcher.choose(tried)
-            replica.requests += 1
-            request = self._request
-            try:
-                self._upstream = await replica.client.connect()
-                if self._error is not None:
-                    raise self._error.again()
-                await self._upstream.send(
-                    request.method, request.path, request.body, request.headers, request.content_type
-                )
-                return self._upstream
-            except HeadwaterError as error:
-                self._raise_failure()
-                self._lose(error)
-                if tries == 1 or not isinstance(error, ReplicaUnreachable):
-                    raise
-                self._leave()
-                tried = replica
-        raise AssertionError("the last try returns or raises")
-
-    async def read(self, upstream: UpstreamAnswer) -> bytes:
-        """The next bytes of the answer, empty at its end. Raises the same errors as `send`."""
-        try:
-            return await upstream.read()
-        except HeadwaterError as error:
-            self._raise_failure()
-            self._lose(error)
-            raise
-
-    def fail(self, error: HeadwaterError) -> None:
-        """End the request with an error, which `send` or `read` then raises."""
-        if self._error is None:
-            self._error = error
-            if self._upstream is not None:
-                self._upstream.close()
-
-    def end(self) -> None:
-        """Leave the replica; the connection of an answer that isn't complete is closed."""
-        self.rest()
-        self._leave()
-
-    def _leave(self) -> None:
-        replica, self.replica = self.replica, None
-        if replica is not None:
-            replica.requests -= 1
-        upstream, self._upstream = self._upstream, None
-        if upstream is not None:
-            upstream.release()
-
-    def _raise_failure(self) -> None:
-        if self._error is not None:
-            raise self._error.again() from None
-
-    def _lose(self, error: HeadwaterError) -> None:
-        if isinstance(error, ReplicaLost) and self.replica is not None:
-            self._dispatcher.lose(self.replica)
-
-    def _expire(self) -> None:
-        self.fail(DeadlineExceeded(f"the deadline of {self._timeout_s:g} s passed"))
-
-
 class TritonDispatcher(Dispatcher):
     """Relays requests for the models of a repository.
 
@@ -189,6 +63,7 @@ class TritonDispatcher(Dispatcher):
         route: the deployment.
         tls: the cluster's certificates, for replicas on other machines.
         on_lost: called with the report of each replica that is lost.
+        sequences: the sequences of all repositories; default: a table of its own.
     """
 
     def __init__(
@@ -196,10 +71,12 @@ class TritonDispatcher(Dispatcher):
         route: DeploymentRoute,
         tls: ClientTls | None = None,
         on_lost: Callable[[ReplicaLoss], None] = lambda loss: None,
+        sequences: SequenceTable | None = None,
     ) -> None:
         self.route = route
         self._tls = tls
-        self._calls: set[_RelayedCall] = set()
+        self._sequences = sequences or SequenceTable()
+        self._calls: set[RelayedCall] = set()
         self._pool = ReplicaPool(route.name, self._open, on_lost=on_lost, keys_of=self._keys_of)
         self.update(route)
 
@@ -256,65 +133,131 @@ class TritonDispatcher(Dispatcher):
         if name not in self._names():
             raise self._refusal()
 
-    def forwarded_headers(self, headers: Collection[tuple[bytes, bytes]]) -> str:
-        """The headers of a client's request that Triton gets, each with its line end; never those of `_KEPT_BACK`."""
+    def forwarded(self, headers: Collection[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+        """The headers of a client's request that Triton gets; never those of `_KEPT_BACK`."""
         if self._forwarded is None:
-            return ""
+            return []
         texts = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
         matches = self._forwarded.fullmatch
-        return "".join(
-            f"{name}: {value}\r\n"
+        return [
+            (name, value)
             for name, value in texts
             if len(name) <= MAX_NAME and matches(name) and name.lower() not in _KEPT_BACK
-        )
+        ]
 
-    async def ask(self, request: RelayedRequest, key: str = "") -> TritonAnswer:
+    def sequence_of(self, model: str, read: Callable[[], Mapping[str, Any]]) -> SequenceRequest | None:
+        """What a request says of its sequence; None: it belongs to none.
+
+        Args:
+            model: the model's name.
+            read: reads the request's parameters; only called if the model has sequences.
+        """
+        signature = self.signature
+        sequences = {} if signature is None or signature.triton is None else signature.triton.sequences
+        return sequence_of(model, read(), has_state=sequences[model]) if model in sequences else None
+
+    async def ask(
+        self, request: RelayedRequest, key: str = "", sequence: SequenceRequest | None = None
+    ) -> TritonAnswer:
         """Send a request, and return the answer, within the deployment's ``timeout_s``.
 
         Args:
             request: the request.
             key: the name of its API key; empty without a key.
+            sequence: what the request says of its sequence.
 
         Raises:
-            HeadwaterError: no requests are accepted now, there are too many, the replica is lost, or the deadline
-                passed.
+            HeadwaterError: no requests are accepted now, there are too many, the replica is lost, the deadline passed,
+                or the sequence is not known or lost.
         """
-        call = self._begin(request, key)
-        try:
-            upstream = await call.send()
-            pieces = []
-            while piece := await call.read(upstream):
-                pieces.append(piece)
-            return TritonAnswer(upstream.status, _kept(upstream), pieces[0] if len(pieces) == 1 else b"".join(pieces))
-        finally:
-            self._end(call)
+        self._admit(key)
+        async with self._turn(sequence) as turn:
+            with self._during(HttpCall(self, key, self.route.timeout_s, turn)) as call:
+                upstream, body = await call.answer(request)
+                if turn is not None and upstream.status == 200:
+                    turn.end()
+                return TritonAnswer(upstream.status, _kept(upstream), body)
 
-    async def events(self, request: RelayedRequest, key: str = "") -> AsyncGenerator[bytes | TritonAnswer, None]:
+    async def events(
+        self, request: RelayedRequest, key: str = "", sequence: SequenceRequest | None = None
+    ) -> AsyncGenerator[bytes | TritonAnswer, None]:
         """Send a request whose answer is a stream of events. Yields the data of each event as they come; or a single
-        `TritonAnswer`, if Triton refuses the request. The deadline is the longest time without an event.
+        `TritonAnswer`, if Triton refuses the request. The deadline is the longest time without an event. Arguments as
+        for `ask`.
 
         Raises:
             HeadwaterError: see `ask`, also after the first event.
         """
-        call = self._begin(request, key)
+        self._admit(key)
+        async with self._turn(sequence) as turn:
+            with self._during(HttpCall(self, key, self.route.timeout_s, turn)) as call:
+                upstream = await call.send(request)
+                is_stream = upstream.status == 200 and any(
+                    name == b"content-type" and value.startswith(b"text/event-stream")
+                    for name, value in upstream.headers
+                )
+                rest = b""
+                while piece := await call.read(upstream):
+                    call.rest()
+                    rest += piece
+                    if is_stream:
+                        *events, rest = rest.split(_EVENT_END)
+                        for event in events:
+                            yield event.removeprefix(_DATA)
+                    call.watch()
+                if turn is not None and upstream.status == 200:
+                    turn.end()
+                if not is_stream:
+                    yield TritonAnswer(upstream.status, _kept(upstream), rest)
+
+    @contextlib.asynccontextmanager
+    async def rpc(
+        self, metadata: Sequence[tuple[str, str]], key: str = "", sequence: SequenceRequest | None = None
+    ) -> AsyncIterator[RpcCall]:
+        """A request over gRPC, for the time of the context, which no error ends if the request is answered.
+
+        Args:
+            metadata: the call's metadata.
+            key, sequence: see `ask`.
+
+        Raises:
+            HeadwaterError: see `ask`.
+        """
+        from headwater_server.triton.rpc_call import RpcCall  # imported only when needed: gRPC takes memory
+
+        self._admit(key)
+        async with self._turn(sequence) as turn:
+            with self._during(RpcCall(self, key, self.route.timeout_s, turn, metadata)) as call:
+                yield call
+                if turn is not None:
+                    turn.end()
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, sequence: SequenceRequest | None) -> AsyncIterator[SequenceTurn | None]:
+        """The request's turn in its sequence. With implicit states, the requests of a sequence are answered one after
+        another, so that each has the state that the one before it has left."""
+        if sequence is None:
+            yield None
+            return
+        turn = SequenceTurn(self._sequences, self.route.name, sequence)
+        if not sequence.has_state:
+            yield turn
+            return
+        async with self._sequences.turn(self.route.name, sequence):
+            try:
+                yield turn
+            except BaseException:
+                turn.give_up()
+                raise
+
+    @contextlib.contextmanager
+    def _during(self, call: C) -> Iterator[C]:
+        self._calls.add(call)
         try:
-            upstream = await call.send()
-            is_stream = upstream.status == 200 and any(
-                name == b"content-type" and value.startswith(b"text/event-stream") for name, value in upstream.headers
-            )
-            rest = b""
-            while piece := await call.read(upstream):
-                call.rest()
-                rest += piece
-                if is_stream:
-                    *events, rest = rest.split(_EVENT_END)
-                    for event in events:
-                        yield event.removeprefix(_DATA)
-                call.watch()
-            if not is_stream:
-                yield TritonAnswer(upstream.status, _kept(upstream), rest)
+            yield call
         finally:
-            self._end(call)
+            self._calls.discard(call)
+            call.end()
 
     async def ask_all(self, request: RelayedRequest) -> TritonAnswer:
         """Send a request to all replicas that get requests, one after another. Returns the answer of the first that
@@ -340,12 +283,22 @@ class TritonDispatcher(Dispatcher):
 
     # Of calls
 
-    def choose(self, tried: _TritonReplica | None) -> _TritonReplica:
-        """The least busy replica, if possible not the one that was tried.
+    def choose(self, tried: TritonReplica | None, turn: SequenceTurn | None = None) -> TritonReplica:
+        """See `ReplicaChoice.choose`. A replica that gets no new requests still gets those of the sequences whose
+        states only it has."""
+        if turn is not None:
+            candidates = self._pool.candidates()
+            reached = candidates if turn.request.has_state else self._pool.connected.values()
+            by_id = {replica.route.id: replica for replica in reached if not replica.is_lost and replica is not tried}
+            if (owner := turn.owner(by_id)) is not None:
+                turn.note(owner, is_owner=True)
+                return by_id[owner]
+        replica = self._least_busy(tried)
+        if turn is not None:
+            turn.note(replica.route.id, is_owner=False)
+        return replica
 
-        Raises:
-            Unavailable: there is no replica.
-        """
+    def _least_busy(self, tried: TritonReplica | None) -> TritonReplica:
         candidates = self._pool.candidates()
         candidates = [replica for replica in candidates if replica is not tried] or candidates
         if not candidates:
@@ -354,11 +307,21 @@ class TritonDispatcher(Dispatcher):
             raise Unavailable(f"model `{self.route.name}`: its replica ended", retry_after_s=RETRY_AFTER_LOST_S)
         return min(candidates, key=attrgetter("requests"))
 
-    def lose(self, replica: _TritonReplica) -> None:
+    def lose(self, replica: TritonReplica) -> None:
         """Give a replica no more requests: its connection has ended."""
         self._pool.lose(replica)
 
-    def _begin(self, request: RelayedRequest, key: str) -> _RelayedCall:
+    def _admit(self, key: str) -> None:
+        """Check that a request may be sent.
+
+        Args:
+            key: the name of its API key.
+
+        Raises:
+            Unavailable: no requests are accepted now.
+            RateLimited: the key's requests have ended too many replicas.
+            QueueFull: too many requests are in flight.
+        """
         self.check_ready()
         check_key(self.route, key)
         if len(self._calls) >= self.kind.max_requests:
@@ -367,18 +330,11 @@ class TritonDispatcher(Dispatcher):
                 "options.max_requests allows",
                 retry_after_s=1,
             )
-        call = _RelayedCall(self, request, key, self.route.timeout_s)
-        self._calls.add(call)
-        return call
 
-    def _end(self, call: _RelayedCall) -> None:
-        self._calls.discard(call)
-        call.end()
+    def _open(self, route: ReplicaRoute) -> TritonReplica:
+        return TritonReplica(route, RelayClient(route.http_address, route.token, self._tls))
 
-    def _open(self, route: ReplicaRoute) -> _TritonReplica:
-        return _TritonReplica(route, RelayClient(route.http_address, route.token, self._tls))
-
-    def _keys_of(self, replica: _TritonReplica) -> set[str]:
+    def _keys_of(self, replica: TritonReplica) -> set[str]:
         return {call.key for call in self._calls if call.replica is replica}
 
     def _refusal(self) -> BadRequest:

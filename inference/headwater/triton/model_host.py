@@ -34,6 +34,7 @@ from headwater.triton.backend_utils import (
     TritonModelException,
 )
 from headwater.triton.call_codec import BFLOAT16, Disconnected, Frames, Received, Told, read_request, request_content
+from headwater.triton.output_check import OutputCheck
 from headwater.wire.bridge import describe, read_tensors
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ class _Responses:
 
 
 _UNREAD: Final = object()
+_DATATYPES: Final = [*backend_utils.TRITON_STRING_TO_NUMPY, "TYPE_BF16"]
+"""The names of the types in ``config.pbtxt``, in the order of Triton's numbers."""
 
 
 class ModelHost:
@@ -129,6 +132,8 @@ class ModelHost:
         self._is_executing = False
         self._has_executed = False
         self._is_decoupled = False
+        self._outputs = OutputCheck({})
+        self._has_strict_outputs = False
         self._model: Any = None
         self._numbers = itertools.count(1)
         self._asked: dict[int, _Asked] = {}
@@ -168,8 +173,10 @@ class ModelHost:
                 raise TypeError(f"auto_complete_config: expected the ModelConfig, got {type(config).__name__}")
         return json.dumps(config.as_dict())
 
-    def _initialize(self, arguments: Mapping[str, str]) -> None:
+    def _initialize(self, arguments: Mapping[str, str], has_strict_outputs: bool) -> None:
         config = json.loads(arguments["model_config"])
+        self._outputs = OutputCheck(config)
+        self._has_strict_outputs = has_strict_outputs
         self._is_decoupled = backend_utils.using_decoupled_model_transaction_policy(config)
         self._metrics.instance = arguments["model_instance_name"]
         model = self._class()()
@@ -286,6 +293,13 @@ class ModelHost:
             return {"error": (TritonError.INTERNAL.value, answer)}
         if (error := answer.error()) is not None:
             return {"error": (error.code().value, error.message())}
+        for tensor in answer.output_tensors():
+            datatype = _DATATYPES[tensor.triton_dtype() - 1]
+            if fault := self._outputs.fault(tensor.name(), datatype, tuple(tensor.shape())):
+                if self._has_strict_outputs:
+                    return {"error": (TritonError.INTERNAL.value, fault)}
+                if self._outputs.is_new(tensor.name()):
+                    self.log("WARNING", f"{fault}; it goes out as it is, and this is said once")
         return {"error": None, "outputs": describe(map(_pair, answer.output_tensors()), data)}
 
     # What the interface needs (`headwater.triton.backend_utils.TritonLink`)

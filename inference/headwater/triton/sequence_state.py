@@ -1,27 +1,35 @@
 """The implicit state of sequences (``sequence_batching.state``), which Triton's Python backend passes in, but drops.
 
 Triton gives all requests of a sequence to the same instance, so the bridge of an instance keeps the states of its
-sequences: it puts them in place of what Triton passes, and takes them out of the responses.
+sequences: it puts them in place of what Triton passes, and takes them out of the responses. It also writes them to a
+file for each sequence, from which another replica goes on when this one is lost. A request that is sent again finds in
+the file what it found the first time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import os
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from headwater.triton.call_codec import Told
+from headwater.wire.sequence_step import FILE_IDLE_S, MOVED, STEP
 
-__all__ = ["SequenceStates", "StateFault"]
+__all__ = ["SequenceStates", "StateFault", "StateRequest"]
 
 START: Final = 1
 END: Final = 2
 DEFAULT_IDLE_US: Final = 1_000_000
 """Triton's default of ``max_sequence_idle_microseconds``."""
+ENDED_S: Final = 60.0
+"""Seconds that the file of an ended sequence is kept."""
 MAX_BYTES: Final = 4 * 1024**3
 """Most bytes of the states of an instance together."""
 _DTYPES: Final[Mapping[str, Any]] = {
@@ -36,27 +44,62 @@ class StateFault(Exception):
     """A state can't be kept; the message names it."""
 
 
+class StateRequest(NamedTuple):
+    """What a request says of its sequence."""
+
+    sequence: int | str
+    """Its id; 0 or empty: the request belongs to none."""
+    flags: int
+    """As the model sees them."""
+    step: int = 0
+    """See `headwater.wire.sequence_step.STEP`; 0: the gateway didn't number the request."""
+    is_moved: bool = False
+    """See `headwater.wire.sequence_step.MOVED`."""
+
+    @classmethod
+    def read(cls, sequence: int | str, flags: int, parameters: str) -> tuple[StateRequest, str]:
+        """Read what Triton passes. Returns also the parameters (JSON) without the gateway's own."""
+        if STEP not in parameters:
+            return cls(sequence, flags), parameters
+        values = json.loads(parameters)
+        step, is_moved = int(values.pop(STEP, 0)), bool(values.pop(MOVED, False))
+        return cls(sequence, flags & ~START if is_moved else flags, step, is_moved), json.dumps(values)
+
+
+class _Kept(NamedTuple):
+    """The states after a request of a sequence."""
+
+    used_s: float
+    step: int
+    states: dict[str, Array]
+
+
 class SequenceStates:
     """The states of an instance's sequences.
 
     Args:
         config: the model's configuration.
         folder: the model's folder, which may have files of initial states.
+        store: the folder of the files of all replicas' states.
 
     Raises:
         StateFault: the configuration's states can't be kept.
         OSError: a file can't be read.
     """
 
-    def __init__(self, config: Mapping[str, Any], folder: str) -> None:
+    def __init__(self, config: Mapping[str, Any], folder: str, store: str) -> None:
         batching = config.get("sequence_batching", {})
         is_batched = config.get("max_batch_size", 0) > 0
+        self._model = str(config.get("name", ""))
+        self._store = store
         self._initial: dict[str, Array] = {}
         """By the name of the input."""
         self._inputs: dict[str, str] = {}
         """The input of each output."""
-        self._kept: OrderedDict[Any, tuple[float, dict[str, Array]]] = OrderedDict()
-        """The time of the last request, and the states by input, of each sequence; the latest sequence last."""
+        self._kept: OrderedDict[Any, _Kept] = OrderedDict()
+        """By sequence; the latest last."""
+        self._before: dict[Any, dict[str, Array]] = {}
+        """The states of the requests that are computed now, by sequence."""
         self._size = 0
         idle_us = int(batching.get("max_sequence_idle_microseconds") or DEFAULT_IDLE_US)
         self._idle_s = idle_us / 1e6 + 1
@@ -66,28 +109,40 @@ class SequenceStates:
         if self._initial and config.get("model_transaction_policy", {}).get("decoupled"):
             raise StateFault("sequence_batching.state: not supported for a decoupled model; keep it in the model")
 
-    def put(self, inputs: list[Told], sequence: int | str, flags: int) -> list[Told]:
+    @property
+    def are_there(self) -> bool:
+        """Whether the model has states."""
+        return bool(self._initial)
+
+    def begin_call(self) -> None:
+        """Begin a call, of which each request is first `put` and, if the model answered it, later `take`."""
+        self._before.clear()
+
+    def put(self, inputs: list[Told], request: StateRequest) -> list[Told]:
         """The inputs of a request, with the states of its sequence; the initial states if the sequence begins.
-        A request without a sequence (0 or empty) has no states."""
-        if not self._initial or not sequence:
+        A request without a sequence has no states.
+
+        Raises:
+            StateFault: the states are not known.
+        """
+        if not self._initial or not request.sequence:
             return inputs
-        _, states = self._kept.get(sequence, (0.0, self._initial))
-        states = self._initial if flags & START else states
+        states = self._before[request.sequence] = self._states_before(request)
         return [(name, states.get(name, array)) for name, array in inputs]
 
-    def take(self, outputs: list[Told], sequence: int | str, flags: int) -> list[Told]:
+    def take(self, outputs: list[Told], request: StateRequest) -> list[Told]:
         """Keep the states among the outputs of a request's response, and return the others. An end of the sequence
         drops its states.
 
         Raises:
-            StateFault: a state has another datatype than its input, or all states together are too large.
+            StateFault: a state has another datatype than its input, can't be written, or all states together are too
+                large.
         """
-        if not self._initial or not sequence:
+        if not self._initial or not request.sequence:
             return outputs
         now_s = time.monotonic()
-        _, before = self._kept.pop(sequence, (0.0, self._initial))
-        self._size -= 0 if before is self._initial else _bytes(before)
-        states = dict(self._initial if flags & START else before)
+        before = self._before.pop(request.sequence)
+        states = dict(before)
         for name, array in outputs:
             input_name = self._inputs.get(name)
             if input_name is None:
@@ -96,22 +151,83 @@ class SequenceStates:
                 expected = self._initial[input_name].dtype
                 raise StateFault(f"state {name!r}: expected the datatype {expected}, got {array.dtype}")
             states[input_name] = array.copy()  # a view of the whole message
-        if not flags & END:
+        self._forget(request.sequence)
+        if not request.flags & END:
             self._size += _bytes(states)
-            self._kept[sequence] = now_s, states
+            self._kept[request.sequence] = _Kept(now_s, request.step, states)
         self._drop_idle(now_s)
         if self._size > MAX_BYTES:
             raise StateFault(f"the states of {len(self._kept)} sequences: expected at most {MAX_BYTES} bytes together")
+        if request.step:
+            self._write(request, before, states)
         return [told for told in outputs if told[0] not in self._inputs]
+
+    def _states_before(self, request: StateRequest) -> dict[str, Array]:
+        if request.flags & START:
+            return self._initial
+        kept = self._kept.get(request.sequence)
+        if not request.step:
+            return self._initial if kept is None else kept.states
+        if kept is not None and not request.is_moved and kept.step < request.step:
+            return kept.states
+        try:
+            step, before, after = _read(self._file(request.sequence))
+        except (OSError, ValueError, KeyError) as error:
+            raise StateFault(f"the states of sequence {request.sequence} are gone: {error}; begin it again") from None
+        if step > request.step:
+            raise StateFault(f"sequence {request.sequence}: a later request was answered already")
+        return before if step == request.step else after
+
+    def _write(self, request: StateRequest, before: Mapping[str, Array], after: Mapping[str, Array]) -> None:
+        path = self._file(request.sequence)
+        arrays = [("before", name, array) for name, array in before.items()]
+        arrays += [("after", name, array) for name, array in after.items()]
+        about = [(when, name, array.dtype.str, array.shape) for when, name, array in arrays]
+        head = json.dumps({"step": request.step, "arrays": about}).encode()
+        try:
+            with open(f"{path}.{os.getpid()}", "wb") as file:
+                file.write(len(head).to_bytes(8, "little") + head)
+                for _, _, array in arrays:
+                    file.write(np.ascontiguousarray(array).tobytes())
+            if request.flags & END:  # kept for as long as the gateway may send the request again
+                ended_s = time.time() - FILE_IDLE_S + ENDED_S
+                os.utime(file.name, (ended_s, ended_s))
+            os.replace(file.name, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{path}.{os.getpid()}")
+            raise StateFault(f"the states of sequence {request.sequence} can't be written: {error}") from None
+
+    def _file(self, sequence: int | str) -> str:
+        text = f"{self._model}\0{type(sequence).__name__}\0{sequence}"
+        return os.path.join(self._store, hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32])
+
+    def _forget(self, sequence: int | str) -> None:
+        if (kept := self._kept.pop(sequence, None)) is not None:
+            self._size -= _bytes(kept.states)
 
     def _drop_idle(self, now_s: float) -> None:
         """Drop the states of sequences that Triton has ended, because they were idle."""
         while self._kept:
-            sequence, (used_s, states) = next(iter(self._kept.items()))
-            if now_s - used_s < self._idle_s:
+            sequence, kept = next(iter(self._kept.items()))
+            if now_s - kept.used_s < self._idle_s:
                 return
-            del self._kept[sequence]
-            self._size -= _bytes(states)
+            self._forget(sequence)
+
+
+def _read(path: str) -> tuple[int, dict[str, Array], dict[str, Array]]:
+    """A file's step, and the states before and after it. Raises `OSError`, `ValueError` and `KeyError`."""
+    with open(path, "rb") as file:
+        data = file.read()
+    start = 8 + int.from_bytes(data[:8], "little")
+    about = json.loads(data[8:start])
+    states: dict[str, dict[str, Array]] = {"before": {}, "after": {}}
+    for when, name, dtype, shape in about["arrays"]:
+        count = int(np.prod(shape))
+        array = np.frombuffer(data, dtype, count, start).reshape(shape)
+        states[when][name] = array
+        start += array.nbytes
+    return int(about["step"]), states["before"], states["after"]
 
 
 def _bytes(states: Mapping[str, Array]) -> int:

@@ -36,7 +36,7 @@ from headwater.triton.call_codec import (
     request_content,
 )
 from headwater.triton.dlpack_capsule import capsule_of_bits, capsule_of_tensor
-from headwater.triton.sequence_state import SequenceStates, StateFault
+from headwater.triton.sequence_state import SequenceStates, StateFault, StateRequest
 from headwater.wire.bridge import describe, read_tensors
 from headwater.wire.host_program import HostProgram
 
@@ -154,9 +154,9 @@ class BridgedModel:
         self._arguments = {**args, "model_repository": model_folder}
         config = json.loads(args["model_config"])
         self._is_decoupled = bool(config.get("model_transaction_policy", {}).get("decoupled"))
-        self._ready, self._controls = _controls(config.get("sequence_batching", {}))
+        self._ready, self._start, self._controls = _controls(config.get("sequence_batching", {}))
         try:
-            self._states = SequenceStates(config, model_folder)
+            self._states = SequenceStates(config, model_folder, self.program.states)
         except (StateFault, OSError) as error:
             raise self._triton.TritonModelException(str(error)) from None
         self._codes = [getattr(self._triton.TritonError, name) for name in CODES]
@@ -175,21 +175,22 @@ class BridgedModel:
         """Compute the requests that Triton joined. Returns their responses, all of them errors if the call failed; None
         if the model is decoupled."""
         data: list[bytes | memoryview] = []
-        content = [
-            request_content(
-                self._inputs(request),
-                data,
-                request.requested_output_names(),
-                {
-                    "parameters": request.parameters(),
-                    "request_id": request.request_id(),
-                    "correlation_id": request.correlation_id(),
-                    "flags": request.flags(),
-                    "timeout": request.timeout(),
-                },
-            )
-            for request in requests
-        ]
+        content, sound, faults = [], [], {}
+        self._states.begin_call()
+        for place, request in enumerate(requests):
+            try:
+                content.append(self._content(request, data))
+            except StateFault as error:
+                faults[place] = str(error)
+            else:
+                sound.append(request)
+        responses = self._computed(sound, content, data) if sound else []
+        if responses is not None:
+            for place, message in faults.items():
+                responses[place:place] = self._failed(message, [requests[place]])
+        return responses
+
+    def _computed(self, requests: Sequence[Any], content: Any, data: list[bytes | memoryview]) -> list[Any] | None:
         number = next(self._numbers)
         senders = {place: one.get_response_sender() for place, one in enumerate(requests)} if self._is_decoupled else {}
         try:
@@ -229,7 +230,7 @@ class BridgedModel:
             raise self._triton.TritonModelException(f"the model's process can't be started: {error}") from None
         threading.Thread(target=self._serve_side, args=[host], name="side", daemon=True).start()
         try:
-            host.ask("initialize", self._arguments)
+            host.ask("initialize", self._arguments, self.program.strict_outputs)
         except Disconnected:
             reason = f"the model's process {host.end()} before initialize() returned; the replica's log has more"
             raise self._triton.TritonModelException(reason) from None
@@ -265,15 +266,40 @@ class BridgedModel:
 
     # Tensors
 
-    def _inputs(self, request: Any) -> list[Told]:
+    def _content(self, request: Any, data: list[bytes | memoryview]) -> list[Any]:
+        sequence, parameters = self._sequence(request)
+        return request_content(
+            self._inputs(request, sequence),
+            data,
+            request.requested_output_names(),
+            {
+                "parameters": parameters,
+                "request_id": request.request_id(),
+                "correlation_id": request.correlation_id(),
+                "flags": sequence.flags,
+                "timeout": request.timeout(),
+            },
+        )
+
+    def _sequence(self, request: Any) -> tuple[StateRequest, str]:
+        """What a request says of its sequence, and its parameters."""
+        parameters = request.parameters()
+        if not self._states.are_there:
+            return StateRequest(0, request.flags()), parameters
+        return StateRequest.read(request.correlation_id(), request.flags(), parameters)
+
+    def _inputs(self, request: Any, sequence: StateRequest) -> list[Told]:
         """The inputs of a request. A request that stands for a slot without a sequence has zeros in place of Triton's
-        uninitialised memory."""
+        uninitialised memory; a sequence that was at another replica before doesn't begin."""
         inputs = [self._told(tensor) for tensor in request.inputs()]
+        if sequence.is_moved and self._start is not None:
+            name, without = self._start
+            inputs = [(told[0], np.full_like(told[1], without)) if told[0] == name else told for told in inputs]
         if self._ready is not None:
             name, without = self._ready
             if any(told[0] == name and told[1].flat[0] == without for told in inputs):
                 return [told if told[0] in self._controls else (told[0], _zeros(told[1])) for told in inputs]
-        return self._states.put(inputs, request.correlation_id(), request.flags())
+        return self._states.put(inputs, sequence)
 
     def _told(self, tensor: Any) -> Told:
         """A tensor of the stub, of BF16 as its bits."""
@@ -302,7 +328,7 @@ class BridgedModel:
         arrays, start = read_tensors(told["outputs"], body, start)
         if request is not None:
             try:
-                arrays = self._states.take(arrays, request.correlation_id(), request.flags())
+                arrays = self._states.take(arrays, self._sequence(request)[0])
             except StateFault as error:
                 return self._triton.InferenceResponse(error=self._triton.TritonError(str(error))), start
         return self._triton.InferenceResponse([self._tensor(*one) for one in arrays]), start
@@ -436,15 +462,17 @@ def _zeros(array: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[An
     return np.full(array.shape, b"", object) if array.dtype.hasobject else np.zeros_like(array)
 
 
-def _controls(batching: Mapping[str, Any]) -> tuple[tuple[str, Any] | None, set[str]]:
-    """The name and value by which a sequence batcher marks a slot without a sequence, None if it doesn't; and the names
-    of all inputs that the batcher makes."""
-    ready: tuple[str, Any] | None = None
+def _controls(
+    batching: Mapping[str, Any],
+) -> tuple[tuple[str, Any] | None, tuple[str, Any] | None, set[str]]:
+    """The name and value by which a sequence batcher marks a slot without a sequence, and those by which it marks a
+    request that begins none, None if it doesn't; and the names of all inputs that the batcher makes."""
+    without: dict[str, tuple[str, Any]] = {}
     names: set[str] = set()
     for control in batching.get("control_input", []):
         names.add(control["name"])
         for one in control["control"]:
             values = one.get("int32_false_true") or one.get("fp32_false_true") or one.get("bool_false_true")
-            if one["kind"] == "CONTROL_SEQUENCE_READY" and values:
-                ready = control["name"], values[0]
-    return ready, names
+            if values:
+                without[one["kind"]] = control["name"], values[0]
+    return without.get("CONTROL_SEQUENCE_READY"), without.get("CONTROL_SEQUENCE_START"), names

@@ -28,8 +28,12 @@ class HostProgram(NamedTuple):
     """A folder in which each instance that is loaded has a file, named by its stub's process id."""
     metrics: str
     """Path of a unix socket at which models declare and count metrics."""
+    states: str
+    """A folder with the states of sequences, of all replicas of the deployment."""
     max_compute_s: float | None = None
     """Limit of a call of ``execute`` in seconds; None: no limit."""
+    strict_outputs: bool = False
+    """Whether an output that contradicts the configuration is an error."""
 
     @classmethod
     def read(cls, path: str) -> HostProgram:

@@ -75,7 +75,7 @@ async def test_the_log_says_why_a_worker_ended(tmp_path: Path, caplog: pytest.Lo
     asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, children.reap)
     workers = Workers(config, children, control, Observer(None))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        workers.start(listener)
+        workers.start(listener, None)
         await until(lambda: "starting another" in caplog.text, 60)
         children.stop()
         workers.kill()

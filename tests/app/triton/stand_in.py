@@ -13,7 +13,8 @@ from headwater.signature import Signature, TritonSpec
 from headwater_server.control.messages import ReplicaLoss
 from headwater_server.control.route_kinds import TritonKind
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, State
-from headwater_server.triton.repository_dispatcher import RelayedRequest, TritonDispatcher
+from headwater_server.triton.relayed_calls import RelayedRequest
+from headwater_server.triton.repository_dispatcher import TritonDispatcher
 from tests.app.serving import until
 
 __all__ = [

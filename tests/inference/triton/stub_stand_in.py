@@ -224,12 +224,21 @@ class StubFolder:
         self.working_folder = folder / "work"
         self.log = folder / "log"
         self.instances = folder / "instances"
+        self.states = folder / "states"
+        self.states.mkdir()
         self.working_folder.mkdir()
         self.instances.mkdir()
         self.log.touch()
         self._made: list[Any] = []
 
-    def bridged(self, code: str, *, max_compute_s: float | None = None, python: str = sys.executable) -> Any:
+    def bridged(
+        self,
+        code: str,
+        *,
+        max_compute_s: float | None = None,
+        python: str = sys.executable,
+        strict_outputs: bool = False,
+    ) -> Any:
         """The class that a generated ``model.py`` has, of a user's script."""
         script = self.folder / "m" / "1" / "model.py"
         script.parent.mkdir(parents=True, exist_ok=True)
@@ -242,7 +251,9 @@ class StubFolder:
             output=str(self.log),
             instances=str(self.instances),
             metrics=str(self.folder / "metrics"),
+            states=str(self.states),
             max_compute_s=max_compute_s,
+            strict_outputs=strict_outputs,
         )
         return type("TritonPythonModel", (BridgedModel,), {"program": program, "script": str(script)})
 

@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -195,6 +195,23 @@ def failure_of(responses: Any) -> str:
     """The text of the error that each request of a call got."""
     (text,) = {response.error().message() for response in responses}
     return str(text)
+
+
+class TestOutputs:
+    """An output of another shape than its declaration."""
+
+    CONFIG: ClassVar = {"output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [3]}]}
+    FAULT = "output 'y': expected TYPE_FP32 [3] as in config.pbtxt, got TYPE_INT64 [1]"
+
+    def test_it_goes_out_as_it_is_and_the_log_says_so_once(self, stub: StubFolder) -> None:
+        model = stub.model(DOUBLES, self.CONFIG)
+        assert [values_of(model.execute(of(1))) for _ in range(2)] == [[[2]], [[2]]]
+        (line,) = stub.log.read_text().splitlines()
+        assert line.startswith(f"WARNING model m: {self.FAULT}")
+
+    def test_strict_outputs_refuse_it_by_name(self, stub: StubFolder) -> None:
+        model = stub.model(DOUBLES, self.CONFIG, strict_outputs=True)
+        assert values_of(model.execute(of(1))) == [self.FAULT]
 
 
 class TestAnswers:

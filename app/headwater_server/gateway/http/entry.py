@@ -239,13 +239,17 @@ class Entry:
     ) -> None:
         self.framework = framework
         self.records = records
-        self._routes = routes
+        self.routes = routes
         self._infer = next(route for route in routes if route.path == INFER_PATH)
         self._keys = keys
         self._cors = None if cors is None else cors(self._answer)
         trusted = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")
         # Uvicorn's types for ASGI are not Starlette's.
         self._read_forwarded = cast(ASGIApp, ProxyHeadersMiddleware(cast(Any, _nothing), trusted_hosts=trusted))
+
+    def with_routes(self, routes: Sequence[EndpointRoute]) -> Entry:
+        """An entry with other endpoints for the same routes, for requests without an ``Origin``."""
+        return Entry(self.framework, routes, self.records, self._keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI scope: answer a request, or hand a scope of another type to the framework."""
@@ -299,7 +303,7 @@ class Entry:
                 scope["path_params"] = {"model": name}
                 scope["route"] = self._infer
                 return self._infer
-        for route in self._routes:
+        for route in self.routes:
             match, child_scope = route.matches(scope)
             if match is Match.FULL:
                 scope["path_params"] = child_scope["path_params"]

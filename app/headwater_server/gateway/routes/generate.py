@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from headwater_server.lm.text.token_texts import TokenTexts
     from headwater_server.lm.text_plan import TextPlan
 
-__all__ = ["GenerateEndpoint"]
+__all__ = ["GenerateEndpoint", "only_result", "results_of"]
 
 _Result = TypeVar("_Result", Answer, HeadAnswer)
 
@@ -99,7 +99,7 @@ class GenerateEndpoint(Endpoint):
         with DisconnectWatch(scope, receive):
             if self._streams:
                 return await _stream(self._models, model, encoder, request)
-            answer = await (_only_result(model, request) if signature.streams else model.dispatcher.infer(request))
+            answer = await (only_result(model, request) if signature.streams else model.dispatcher.infer(request))
         answered_ns = time.perf_counter_ns()
         text = await _encoded(answer.outputs, encoder.whole, request, answer)
         serialise_ns = decoded_ns - began_ns + time.perf_counter_ns() - answered_ns
@@ -117,18 +117,21 @@ class GenerateEndpoint(Endpoint):
         )
 
 
-def _pieces(model: ServedModel, request: InferRequest) -> AbstractAsyncContextManager[AsyncGenerator[HeadAnswer, None]]:
+def results_of(
+    model: ServedModel, request: InferRequest
+) -> AbstractAsyncContextManager[AsyncGenerator[HeadAnswer, None]]:
+    """The results of a model that streams, or of the heads of a pipeline; closed at the end of the context."""
     return contextlib.aclosing(cast("AsyncGenerator[HeadAnswer, None]", model.dispatcher.stream(request)))
 
 
-async def _only_result(model: ServedModel, request: InferRequest) -> Answer:
+async def only_result(model: ServedModel, request: InferRequest) -> Answer:
     """The answer of a model that streams, if it is a single result. The model is stopped at the second result.
 
     Raises:
         BadRequest: the model gave no result, or more than a single result.
     """
     answers: list[HeadAnswer] = []
-    async with _pieces(model, request) as pieces:
+    async with results_of(model, request) as pieces:
         async for piece in pieces:
             answers.append(piece)
             if len(answers) > 1:
@@ -156,7 +159,7 @@ def _stream(
         return [encoder.failure(error), encoder.end(request, statuses)]
 
     async def events() -> AsyncGenerator[bytes, None]:
-        async with _pieces(model, request) as pieces:
+        async with results_of(model, request) as pieces:
             async for piece in pieces:
                 text = await _encoded(piece.outputs, encoder.piece, request, piece)
                 statuses[piece.head] = piece.status

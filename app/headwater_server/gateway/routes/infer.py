@@ -21,7 +21,7 @@ from headwater_server.gateway.models import Models
 from headwater_server.gateway.routes.triton_requests import answer_relayed
 from headwater_server.telemetry.recorder import accept
 
-__all__ = ["InferEndpoint"]
+__all__ = ["InferEndpoint", "decoded_request"]
 
 _JSON = (b"content-type", b"application/json")
 _OCTETS = (b"content-type", b"application/octet-stream")
@@ -45,10 +45,7 @@ class InferEndpoint(Endpoint):
         body, headers = await self._reader.read(scope, receive)
         header_length = _header_length(headers)
         began_ns = time.perf_counter_ns()
-        if len(body) < LARGE_BYTES or (header_length is not None and decoder.is_light(header_length)):
-            request = _decoded(decoder, body, header_length, scope)
-        else:
-            request = await asyncio.to_thread(_decoded, decoder, body, header_length, scope)
+        request = await decoded_request(decoder, body, header_length, scope)
         identify(scope, model, request)
         decoded_ns = time.perf_counter_ns()
         with DisconnectWatch(scope, receive):
@@ -70,6 +67,24 @@ class InferEndpoint(Endpoint):
             return Reply(200, pieces, [_JSON, *cache_headers(answer.cache)])
         length = (b"inference-header-content-length", b"%d" % json_length)
         return Reply(200, pieces, [_OCTETS, length, *cache_headers(answer.cache)])
+
+
+async def decoded_request(
+    decoder: RequestDecoder, body: bytes, header_length: int | None, scope: Scope
+) -> InferRequest:
+    """Decode a request, in a thread if that takes long. The decoded objects are charged to the request.
+
+    Args:
+        decoder: the model's.
+        body, header_length: see `RequestDecoder.decode`.
+        scope: the request's ASGI scope.
+
+    Raises:
+        HeadwaterError: the request is wrong, or the bodies of all requests together are over the budget.
+    """
+    if len(body) < LARGE_BYTES or (header_length is not None and decoder.is_light(header_length)):
+        return _decoded(decoder, body, header_length, scope)
+    return await asyncio.to_thread(_decoded, decoder, body, header_length, scope)
 
 
 def _decoded(decoder: RequestDecoder, body: bytes, header_length: int | None, scope: Scope) -> InferRequest:

@@ -17,12 +17,16 @@ from headwater_server.gateway.models import Models, ServedModel
 from headwater_server.gateway.routes.streams import open_stream
 from headwater_server.lm.openai_answer import Event
 from headwater_server.telemetry.recorder import accept
-from headwater_server.triton.repository_dispatcher import RelayedRequest, TritonAnswer, TritonDispatcher
+from headwater_server.triton.relayed_calls import RelayedRequest
+from headwater_server.triton.repository_dispatcher import TritonAnswer, TritonDispatcher
+from headwater_server.triton.request_json import parameters_of
 
 __all__ = ["RelayedMetadata", "answer_relayed", "change_repository", "repository_index", "repository_statistics"]
 
 Action = Literal["infer", "generate", "generate_stream"]
 _MODELS: Final = "/v2/models/"
+MAX_DIGITS: Final = 18
+"""Most digits of ``Inference-Header-Content-Length``."""
 _SAFE: Final = "+@:,=~"
 """What stays as it is in a path: Triton decodes no names."""
 _READ: Final = frozenset({"", "config", "stats", "ready"})
@@ -42,17 +46,22 @@ async def answer_relayed(
     dispatcher.check_model(model.name)
     accept(scope, model.name, action)
     body, headers = await reader.read(scope, receive)
-    more = dispatcher.forwarded_headers(scope["headers"])
-    if (length := headers.get(b"inference-header-content-length")) is not None:
+    more = "".join(f"{name}: {value}\r\n" for name, value in dispatcher.forwarded(scope["headers"]))
+    length = headers.get(b"inference-header-content-length")
+    header_length = int(length) if length is not None and length.isdigit() and len(length) <= MAX_DIGITS else None
+    if length is not None and header_length is None:  # Triton says what is wrong with it
         more += f"Inference-Header-Content-Length: {length.decode('latin-1')}\r\n"
     content_type = headers.get(b"content-type", b"application/json").decode("latin-1")
     path = _path(model.name, scope["path_params"].get("version"), action)
-    request = RelayedRequest("POST", path, body, content_type, more)
+    request = RelayedRequest("POST", path, body, content_type, more, header_length)
+    sequence = dispatcher.sequence_of(
+        model.name, lambda: parameters_of(body, header_length, are_fields=action != "infer")
+    )
     key: str = scope["state"].get("key") or ""
     with DisconnectWatch(scope, receive):
         if action != "generate_stream":
-            return _reply(await dispatcher.ask(request, key))
-        answers = dispatcher.events(request, key)
+            return _reply(await dispatcher.ask(request, key, sequence))
+        answers = dispatcher.events(request, key, sequence)
         try:
             first = await anext(answers, None)
         except BaseException:

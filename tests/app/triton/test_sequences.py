@@ -1,0 +1,217 @@
+"""Which replica has which sequence, over several workers, and what is said of sequences that nobody has."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater.wire.sequence_step import MOVED, STEP
+from headwater_server.errors import BadRequest, Conflict, QueueFull
+from headwater_server.triton import sequences
+from headwater_server.triton.request_json import parameters_of, with_parameters
+from headwater_server.triton.sequences import SequenceRequest, SequenceTable, SequenceTurn, sequence_of
+
+A, B = "models-1", "models-2"
+REPLICAS = {A: None, B: None}
+
+
+def request_of(id: int | str = 7, *, start: bool = False, end: bool = False, state: bool = False) -> SequenceRequest:
+    return SequenceRequest("m", id, start, end, state)
+
+
+def sent(table: SequenceTable, request: SequenceRequest, *replicas: str, among: dict[str, None] = REPLICAS) -> str:
+    """Send a request to the replica that must have it, or else to the first of ``replicas``. Returns which got it."""
+    turn = SequenceTurn(table, "d", request)
+    owner = turn.owner(among)
+    turn.note(owner or replicas[0], is_owner=owner is not None)
+    turn.end()
+    return owner or replicas[0]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({"sequence_id": 7}, request_of()),
+        ({"sequence_id": "a", "sequence_start": True, "sequence_end": True}, request_of("a", start=True, end=True)),
+        ({}, None),
+        ({"sequence_id": 0}, None),
+        ({"sequence_id": ""}, None),
+        ({"sequence_id": True}, None),
+        ({"sequence_id": [7]}, None),
+        ({"sequence_start": True}, None),
+    ],
+)
+def test_what_a_request_says(parameters: dict[str, object], expected: SequenceRequest | None) -> None:
+    assert sequence_of("m", parameters, has_state=False) == expected
+
+
+class TestTable:
+    def test_a_sequence_stays_with_its_replica_for_all_workers(self, tmp_path: Path) -> None:
+        workers = [SequenceTable(tmp_path / "sequences") for _ in range(2)]
+        assert sent(workers[0], request_of(start=True), B) == B
+        assert [sent(worker, request_of(), A) for worker in workers] == [B, B]
+        with pytest.raises(BadRequest, match="sequence 8 to model 'm' must specify the START flag"):
+            sent(workers[1], request_of(8), A)
+
+    def test_ids_are_of_a_model_and_of_a_type(self) -> None:
+        table = SequenceTable()
+        sent(table, request_of(7, start=True), A)
+        for other in (request_of("7"), request_of(7)._replace(model="n")):
+            with pytest.raises(BadRequest, match="must specify the START flag"):
+                sent(table, other, A)
+
+    def test_an_end_frees_the_place(self) -> None:
+        table = SequenceTable()
+        sent(table, request_of(start=True), A)
+        sent(table, request_of(end=True), A)
+        with pytest.raises(BadRequest, match="must specify the START flag"):
+            sent(table, request_of(), A)
+
+    def test_a_lost_sequence_is_said_once(self) -> None:
+        table = SequenceTable()
+        sent(table, request_of(start=True), A)
+        with pytest.raises(
+            Conflict, match=r"^sequence 7 of model `m` is lost: .*; begin it again with sequence_start$"
+        ):
+            sent(table, request_of(), B, among={B: None})
+        with pytest.raises(BadRequest, match="must specify the START flag"):
+            sent(table, request_of(), B, among={B: None})
+
+    def test_too_many_sequences(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sequences, "BUCKETS", 1)
+        now = 0.0
+        table = SequenceTable(clock=lambda: now)
+        for id in range(1, sequences.WAYS + 1):
+            sent(table, request_of(id, start=True), A)
+        with pytest.raises(QueueFull, match="too many sequences"):
+            sent(table, request_of(99, start=True), A)
+        sent(table, request_of(1, start=True), A)  # it has its place
+        now = sequences.IDLE_S + 1
+        sent(table, request_of(2), A)
+        for id in range(100, 100 + sequences.WAYS - 1):
+            sent(table, request_of(id, start=True), A)
+        sent(table, request_of(2), A)
+
+    def test_a_hundred_thousand_sequences(self) -> None:
+        table = SequenceTable()
+        for id in range(1, 100_001):
+            table.begin("d", request_of(id), A)
+        assert all(table.replica_of("d", request_of(id), REPLICAS) == A for id in range(1, 100_001, 997))
+
+    @given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans(), st.sampled_from([A, B])), max_size=40))
+    def test_a_table_is_a_dictionary(self, requests: list[tuple[int, bool, bool, str]]) -> None:
+        table = SequenceTable()
+        expected: dict[int, str] = {}
+        for id, start, end, replica in requests:
+            request = request_of(id, start=start, end=end)
+            if not start and id not in expected:
+                with pytest.raises(BadRequest):
+                    sent(table, request, replica)
+                continue
+            if start:
+                expected[id] = replica
+            assert sent(table, request, replica) == expected[id]
+            if end:
+                del expected[id]
+
+
+class TestTurns:
+    def test_a_request_with_implicit_state_is_numbered(self) -> None:
+        table = SequenceTable()
+        numbers = []
+        for start in (True, False, False):
+            turn = SequenceTurn(table, "d", request_of(start=start, state=True))
+            owner = turn.owner(REPLICAS)
+            turn.note(owner or A, is_owner=owner is not None)
+            numbers.append(turn.parameters)
+        assert numbers == [{STEP: 1}, {STEP: 2}, {STEP: 3}]
+
+    def test_a_request_that_is_sent_again_keeps_its_number(self) -> None:
+        table = SequenceTable()
+        sent(table, request_of(start=True, state=True), A)
+        turn = SequenceTurn(table, "d", request_of(state=True))
+        assert turn.owner(REPLICAS) == A
+        turn.note(A, is_owner=True)
+        assert turn.owner({B: None}) is None
+        turn.note(B, is_owner=False)
+        assert turn.parameters == {STEP: 2, MOVED: True, "sequence_start": True}
+        assert sent(table, request_of(state=True), A) == B
+
+    def test_a_request_that_was_not_answered_leaves_its_number_to_the_next(self) -> None:
+        table = SequenceTable()
+        sent(table, request_of(start=True, state=True), A)
+        for _ in range(2):
+            turn = SequenceTurn(table, "d", request_of(state=True))
+            turn.note(A, is_owner=True)
+            assert turn.parameters == {STEP: 2}
+            turn.give_up()
+
+    def test_a_model_with_its_own_state_gets_nothing_more(self) -> None:
+        turn = SequenceTurn(SequenceTable(), "d", request_of(start=True))
+        turn.note(A, is_owner=False)
+        assert turn.parameters == {}
+
+    @pytest.mark.parametrize("pids", [(1, 1), (1, os.getpid())], ids=["one worker", "two workers"])
+    async def test_requests_of_a_sequence_wait_for_each_other(self, tmp_path: Path, pids: tuple[int, int]) -> None:
+        workers = [SequenceTable(tmp_path / "sequences", pid=pid) for pid in pids]
+        first = request_of(start=True, state=True)
+        async with workers[0].turn("d", first):
+            sent(workers[0], first, A)
+        inside = 0
+
+        async def ask(worker: SequenceTable) -> None:
+            nonlocal inside
+            async with worker.turn("d", request_of(state=True)):
+                inside += 1
+                await asyncio.sleep(0)
+                assert inside == 1
+                inside -= 1
+
+        await asyncio.gather(*(ask(workers[number % len(set(pids))]) for number in range(20)))
+
+    async def test_a_worker_that_has_ended_is_not_waited_for(self, tmp_path: Path) -> None:
+        ended, other = (SequenceTable(tmp_path / "sequences", pid=pid) for pid in (2**30, os.getpid()))
+        sent(ended, request_of(start=True, state=True), A)
+        async with other.turn("d", request_of(state=True)):
+            pass
+
+
+class TestJson:
+    @pytest.mark.parametrize("are_fields", [False, True])
+    @pytest.mark.parametrize(
+        "body",
+        [
+            b'{"inputs":[{"data":[1.50,2]}],"parameters":{"sequence_id":7,"a":1}}',
+            b'{"sequence_id":7,"inputs":[]}',
+            b'{"inputs":[{"data":[NaN, Infinity]}],"parameters":{"sequence_id":7}}',
+            b'{"inputs":[{"data":[18446744073709551616123]}],"parameters":{"sequence_id":7}}',
+        ],
+    )
+    def test_parameters_are_read_and_added(self, body: bytes, are_fields: bool) -> None:
+        before = parameters_of(body, None, are_fields=are_fields)
+        assert before in ({"sequence_id": 7}, {})
+        changed, length = with_parameters(body, None, {"sequence_start": True}, are_fields=are_fields)
+        assert length is None
+        assert parameters_of(changed, None, are_fields=are_fields) == {**before, "sequence_start": True}
+        for kept in (b"NaN", b"Infinity", b"18446744073709551616123", b"1.50"):
+            assert (kept in changed) == (kept in body)
+
+    def test_binary_tensors_stay(self) -> None:
+        body = b'{"parameters":{"sequence_id":7}}' + b"\0\1\2"
+        changed, length = with_parameters(body, len(body) - 3, {STEP: 2}, are_fields=False)
+        assert length is not None
+        assert changed[length:] == b"\0\1\2"
+        assert changed[:length] == b'{"parameters":{"sequence_id": 7, "headwater_step": 2}}'
+
+    @given(st.binary(max_size=40))
+    def test_what_is_no_json_has_no_parameters(self, body: bytes) -> None:
+        assert isinstance(parameters_of(body, None, are_fields=False), dict)
+
+    @pytest.mark.parametrize("body", [b"", b"[]", b"7", b'{"parameters":7}', b'{"parameters":null}', b"{"])
+    def test_other_bodies_have_none(self, body: bytes) -> None:
+        assert parameters_of(body, None, are_fields=False) == {}
