@@ -9,10 +9,11 @@ from headwater_server import __version__, version_text
 
 IMPORTED = (
     "annotated_doc", "annotated_types", "anyio", "certifi", "click", "exceptiongroup", "fastapi", "google", "grpc",
-    "h11", "httpcore", "httptools", "httpx", "idna", "jinja2", "ml_dtypes", "msgspec", "mypy_extensions", "numpy",
-    "opentelemetry", "orjson", "packaging", "prometheus_client", "psutil", "pydantic", "pydantic_core",
-    "python_multipart", "pytriton", "rapidjson", "sniffio", "sse_starlette", "starlette", "tokenizers", "tritonclient",
-    "typing_extensions", "typing_inspect", "typing_inspection", "uvicorn", "uvloop", "wrapt", "yaml", "zmq",
+    "grpc_health", "grpc_reflection", "h11", "httpcore", "httptools", "httpx", "idna", "jinja2", "ml_dtypes",
+    "msgspec", "mypy_extensions", "numpy", "opentelemetry", "orjson", "packaging", "prometheus_client", "psutil",
+    "pydantic", "pydantic_core", "python_multipart", "pytriton", "rapidjson", "sniffio", "sse_starlette", "starlette",
+    "tokenizers", "tritonclient", "typing_extensions", "typing_inspect", "typing_inspection", "uvicorn", "uvloop",
+    "wrapt", "yaml", "zmq",
 )  # fmt: skip
 """Top-level third-party modules that a server's processes and Triton's stubs import when they start, or for
 ``/metrics``. No folder on PYTHONPATH may hide these modules."""
