@@ -290,6 +290,14 @@ class TestInfer:
 
         wait_for(were_joined, what="requests that Triton joined")
 
+    @pytest.mark.parametrize("path", ["infer", "generate", "generate_stream"])
+    def test_json_that_would_end_triton_is_refused(self, running: Running, path: str) -> None:
+        body = b'{"inputs":%b%b}' % (b"[" * 200_000, b"]" * 200_000)
+        headers = {"content-type": "application/json"}
+        answer = running.client.post(f"{running.url}/v2/models/doubles/{path}", content=body, headers=headers)
+        assert (answer.status_code, "nested too deep" in answer.json()["error"]) == (400, True)
+        assert running.infer("doubles", [[1, 2]], shape=[1, 2]).status_code == 200
+
     def test_an_error_of_a_request_has_its_code_and_text(self, running: Running) -> None:
         answer = running.infer("doubles", [[-1, 0]], shape=[1, 2])
         assert (answer.status_code, answer.json()) == (400, {"error": "x: expected no negative numbers"})

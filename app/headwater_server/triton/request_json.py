@@ -1,4 +1,4 @@
-"""The parameters in the JSON of a request, read and changed without a look at its tensors."""
+"""The JSON of a request for Triton: its depth, and its parameters, without a look at its tensors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,41 @@ from typing import Any, Final
 
 import msgspec
 
-__all__ = ["parameters_of", "with_parameters"]
+from headwater_server.errors import BadRequest
+
+__all__ = ["check_depth", "parameters_of", "with_parameters"]
+
+MAX_OPEN: Final = 500
+"""Text with at most so many opening brackets is not looked at: it can't be nested deeper."""
 
 _PARAMETERS: Final = "parameters"
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_skip = msgspec.json.Decoder(msgspec.Raw).decode
+
+
+def check_depth(text: bytes | memoryview, field: str = "body") -> None:
+    """Check that JSON isn't nested too deep: Triton's process ends (SIGSEGV) while it parses such JSON.
+
+    Args:
+        text: the JSON.
+        field: the name of the field, for messages.
+
+    Raises:
+        BadRequest: it is nested deeper than Python's limit of recursion, some 1,000 levels; or it has many brackets
+            and is no JSON.
+    """
+    raw = bytes(text)
+    if raw.count(b"[") + raw.count(b"{") <= MAX_OPEN:
+        return
+    try:
+        try:
+            _skip(raw)
+        except msgspec.DecodeError:
+            json.loads(raw)  # takes NaN and infinities, as Triton does
+    except RecursionError:
+        raise BadRequest(f"{field}: expected JSON of fewer levels, got arrays or objects nested too deep") from None
+    except ValueError as error:
+        raise BadRequest(f"{field}: expected JSON, got other text: {error}"[:300]) from None
 
 
 def parameters_of(body: bytes, header_length: int | None, *, are_fields: bool) -> dict[str, Any]:

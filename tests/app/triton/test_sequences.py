@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from headwater.wire.sequence_step import MOVED, STEP
 from headwater_server.errors import BadRequest, Conflict, QueueFull
 from headwater_server.triton import sequences
-from headwater_server.triton.request_json import parameters_of, with_parameters
 from headwater_server.triton.sequences import SequenceRequest, SequenceTable, SequenceTurn, sequence_of
 
 A, B = "models-1", "models-2"
@@ -179,39 +178,3 @@ class TestTurns:
         sent(ended, request_of(start=True, state=True), A)
         async with other.turn("d", request_of(state=True)):
             pass
-
-
-class TestJson:
-    @pytest.mark.parametrize("are_fields", [False, True])
-    @pytest.mark.parametrize(
-        "body",
-        [
-            b'{"inputs":[{"data":[1.50,2]}],"parameters":{"sequence_id":7,"a":1}}',
-            b'{"sequence_id":7,"inputs":[]}',
-            b'{"inputs":[{"data":[NaN, Infinity]}],"parameters":{"sequence_id":7}}',
-            b'{"inputs":[{"data":[18446744073709551616123]}],"parameters":{"sequence_id":7}}',
-        ],
-    )
-    def test_parameters_are_read_and_added(self, body: bytes, are_fields: bool) -> None:
-        before = parameters_of(body, None, are_fields=are_fields)
-        assert before in ({"sequence_id": 7}, {})
-        changed, length = with_parameters(body, None, {"sequence_start": True}, are_fields=are_fields)
-        assert length is None
-        assert parameters_of(changed, None, are_fields=are_fields) == {**before, "sequence_start": True}
-        for kept in (b"NaN", b"Infinity", b"18446744073709551616123", b"1.50"):
-            assert (kept in changed) == (kept in body)
-
-    def test_binary_tensors_stay(self) -> None:
-        body = b'{"parameters":{"sequence_id":7}}' + b"\0\1\2"
-        changed, length = with_parameters(body, len(body) - 3, {STEP: 2}, are_fields=False)
-        assert length is not None
-        assert changed[length:] == b"\0\1\2"
-        assert changed[:length] == b'{"parameters":{"sequence_id": 7, "headwater_step": 2}}'
-
-    @given(st.binary(max_size=40))
-    def test_what_is_no_json_has_no_parameters(self, body: bytes) -> None:
-        assert isinstance(parameters_of(body, None, are_fields=False), dict)
-
-    @pytest.mark.parametrize("body", [b"", b"[]", b"7", b'{"parameters":7}', b'{"parameters":null}', b"{"])
-    def test_other_bodies_have_none(self, body: bytes) -> None:
-        assert parameters_of(body, None, are_fields=False) == {}

@@ -21,6 +21,7 @@ from headwater_server.gateway.http.bodies import BodyReader, decoded
 from headwater_server.gateway.models import Models
 from headwater_server.gateway.routes.triton_requests import change_repository
 from headwater_server.security.operator import OperatorGuard
+from headwater_server.triton.request_json import check_depth
 
 __all__ = ["repository_routes"]
 
@@ -78,7 +79,7 @@ def repository_routes(
             body, _ = await reader.read(request.scope, request.receive)
             repository = models.repository(model)
             if repository is not None and action in _WITH_TRITON:
-                await decoded(_refuse_files, body, request.scope)
+                await decoded(_check_load, body, request.scope)
                 reply = await change_repository(repository, model, action, body)
                 content, headers = reply.content()
                 return Response(content, reply.status, {name.decode(): value.decode() for name, value in headers})
@@ -95,13 +96,16 @@ def repository_routes(
     return router
 
 
-def _refuse_files(body: bytes) -> None:
-    """Refuse a command to load a model of a repository from files in the request. Raises `BadRequest`."""
+def _check_load(body: bytes) -> None:
+    """Refuse a command to load a model of a repository from files in the request, or with a configuration that would
+    end Triton. Raises `BadRequest`."""
     hint = 'expected {"parameters": {...}} or an empty body'
     options: _CommandBody = read_json(body if body.strip() else b"{}", _CommandBody, hint=hint)
-    for name in options.parameters:
+    for name, value in options.parameters.items():
         if name.startswith("file:"):
             raise BadRequest(f"parameters.{name[:100]}: {_NO_FILES}", field="parameters")
+        if isinstance(value, str):
+            check_depth(value.encode("utf-8", "surrogatepass"), f"parameters.{name[:100]}")
 
 
 def _bounds(body: bytes) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from headwater_server.lm.openai_answer import Event
 from headwater_server.telemetry.recorder import accept
 from headwater_server.triton.relayed_calls import RelayedRequest
 from headwater_server.triton.repository_dispatcher import TritonAnswer, TritonDispatcher
-from headwater_server.triton.request_json import parameters_of
+from headwater_server.triton.request_json import check_depth, parameters_of
 
 __all__ = ["RelayedMetadata", "answer_relayed", "change_repository", "repository_index", "repository_statistics"]
 
@@ -51,6 +51,7 @@ async def answer_relayed(
     header_length = int(length) if length is not None and length.isdigit() and len(length) <= MAX_DIGITS else None
     if length is not None and header_length is None:  # Triton says what is wrong with it
         more += f"Inference-Header-Content-Length: {length.decode('latin-1')}\r\n"
+    check_depth(body[:header_length])
     content_type = headers.get(b"content-type", b"application/json").decode("latin-1")
     path = _path(model.name, scope["path_params"].get("version"), action)
     request = RelayedRequest("POST", path, body, content_type, more, header_length)
