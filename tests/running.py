@@ -106,6 +106,13 @@ class Running:
         """The supervisor's."""
         return self.popen.pid
 
+    @property
+    def grpc_address(self) -> str:
+        """Where it listens for gRPC, as it logs it."""
+        found = re.search(r"listening for gRPC on (\S+?:\d+)", self.log.read_text())
+        assert found is not None
+        return found[1]
+
     def get(self, path: str) -> httpx.Response:
         """One GET."""
         return self.client.get(self.url + path)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
-import re
+import signal
 import socket
 import subprocess
 import sys
@@ -36,13 +37,6 @@ MAX_BODY_BYTES = 1_000_000
 BRISK = "brisk"
 
 
-def address(running: Running) -> str:
-    """Where the server listens for gRPC."""
-    found = re.search(r"listening for gRPC on (\S+?:\d+)", running.log.read_text())
-    assert found is not None
-    return found[1]
-
-
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     config = {
@@ -53,6 +47,20 @@ def running() -> Iterator[Running]:
             "slow": {"model": "faulty:Slow", "batching": {"max_batch_size": 1, "max_in_flight": 1}, "timeout_s": 5},
             "pieces": {"model": "chaotic:Pieces", "options": {"count": 3, "interval_s": 0.01}},
             "endless": {"model": "chaotic:Pieces", "options": {"count": 10**6, "interval_s": 0.005}},
+            "heads": {
+                "pipeline": {
+                    "placement": "fused",
+                    "trunk": {"model": "fanout:Trunk"},
+                    "heads": {
+                        "a": {"model": "fanout:Head", "options": {"output": "ya"}},
+                        "b": {
+                            "model": "fanout:Head",
+                            "options": {"output": "yb", "add": 2, "fail_on": 14},
+                            "on_error": "omit",
+                        },
+                    },
+                }
+            },
             "null": language_model("null", step_s=0.01),
         },
         "server": {"grpc_port": 0, "max_body_bytes": MAX_BODY_BYTES, "client_timeout_s": 3, "workers": 2},
@@ -63,13 +71,13 @@ def running() -> Iterator[Running]:
 
 @pytest.fixture
 def client(running: Running) -> Iterator[Any]:
-    with tritonclient.grpc.InferenceServerClient(address(running)) as made:
+    with tritonclient.grpc.InferenceServerClient(running.grpc_address) as made:
         yield made
 
 
 @pytest.fixture
 def stub(running: Running) -> Iterator[Any]:
-    with grpc.insecure_channel(address(running)) as channel:
+    with grpc.insecure_channel(running.grpc_address) as channel:
         yield pb_grpc.GRPCInferenceServiceStub(channel)
 
 
@@ -151,7 +159,7 @@ class TestMetadata:
         assert "shared memory" in message
         client.unregister_system_shared_memory()  # examples call it first
         assert refusal(client.get_trace_settings)[0] == "StatusCode.UNIMPLEMENTED"
-        with grpc.insecure_channel(address(running)) as channel:
+        with grpc.insecure_channel(running.grpc_address) as channel:
             with pytest.raises(grpc.RpcError) as caught:
                 channel.unary_unary(f"/{SERVICE}/Nothing")(b"")
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
@@ -215,6 +223,29 @@ class TestInfer:
 
         line = json.loads(wait_for(logged))
         assert (line["protocol"], line["status"], line["path"]) == ("grpc", 200, "/v2/models/tuned/infer")
+
+
+class TestHeads:
+    def test_a_pipelines_heads(self, client: Any) -> None:
+        result = client.infer("heads", [x_of(1, 2, 3, 4)])
+        assert (result.as_numpy("ya").tolist(), result.as_numpy("yb").tolist()) == ([[2, 4, 6, 8]], [[4, 6, 8, 10]])
+
+    def test_a_head_that_is_left_out_is_named(self, client: Any) -> None:
+        response = client.infer("heads", [x_of(7, 0, 0, 0)]).get_response()
+        assert [output.name for output in response.outputs] == ["ya"]
+        assert response.parameters["omitted_heads"].string_param == "b"
+        assert "yb can't bear 14" in response.parameters["head.b.reason"].string_param
+
+    def test_each_head_comes_when_it_is_ready(self, stream: Streamed) -> None:
+        stream.send("heads", x_of(7, 0, 0, 0), enable_empty_final_response=True)
+        found: list[Any] = []
+        while not found or isinstance(found[-1], InferenceServerException) or found[-1].outputs:
+            found.append(stream.next())
+        errors = [str(one) for one in found if isinstance(one, InferenceServerException)]
+        assert len(errors) == 1
+        assert "head `b`: " in errors[0]
+        (answer,) = (one for one in found if not isinstance(one, InferenceServerException) and one.outputs)
+        assert answer.parameters["head"].string_param == "a"
 
 
 class TestDeadlines:
@@ -297,9 +328,23 @@ class TestStreams:
         assert "max_tokens" in message
 
 
+def test_a_worker_that_is_killed_is_replaced(running: Running) -> None:
+    for pid in running.workers():
+        os.kill(pid, signal.SIGKILL)
+
+    def answers() -> bool:
+        with tritonclient.grpc.InferenceServerClient(running.grpc_address) as client:
+            try:
+                return bool(client.infer("tuned", [x_of(1)]).as_numpy("y").item() == 2)
+            except InferenceServerException:
+                return False
+
+    wait_for(answers)
+
+
 class TestHealthAndReflection:
     def test_health(self, running: Running) -> None:
-        with grpc.insecure_channel(address(running)) as channel:
+        with grpc.insecure_channel(running.grpc_address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             for service in ("", SERVICE, "mirror"):
                 assert health.Check(health_pb2.HealthCheckRequest(service=service)).status == 1
@@ -315,7 +360,7 @@ class TestHealthAndReflection:
             watch.cancel()
 
     def test_reflection(self, running: Running) -> None:
-        with grpc.insecure_channel(address(running)) as channel:
+        with grpc.insecure_channel(running.grpc_address) as channel:
             database = ProtoReflectionDescriptorDatabase(channel)
             assert SERVICE in database.get_services()
             service = DescriptorPool(database).FindServiceByName(SERVICE)
@@ -335,7 +380,7 @@ class TestBadInput:
         assert refusal(client.infer, "tuned", [bomb], compression_algorithm=how)[0] == "StatusCode.RESOURCE_EXHAUSTED"
 
     def test_bytes_that_are_no_message(self, running: Running) -> None:
-        with grpc.insecure_channel(address(running)) as channel:
+        with grpc.insecure_channel(running.grpc_address) as channel:
             with pytest.raises(grpc.RpcError) as caught:
                 channel.unary_unary(f"/{SERVICE}/ModelInfer")(b"\xff\xff\xff")
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -348,7 +393,7 @@ class TestBadInput:
         "sent", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 64]
     )
     def test_what_is_no_grpc(self, running: Running, client: Any, sent: bytes) -> None:
-        host, _, port = address(running).rpartition(":")
+        host, _, port = running.grpc_address.rpartition(":")
         with socket.create_connection((host, int(port)), 10) as connection:
             connection.sendall(sent)
             while connection.recv(4096):
@@ -356,15 +401,15 @@ class TestBadInput:
         assert client.is_server_live()
 
     def test_a_preface_without_more_is_cut_off(self, running: Running) -> None:
-        host, _, port = address(running).rpartition(":")
+        host, _, port = running.grpc_address.rpartition(":")
         with socket.create_connection((host, int(port)), 30) as connection:
             connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
             while connection.recv(4096):
                 pass
 
     def test_thousands_of_streams(self, running: Running, client: Any) -> None:
-        calls = [Streamed(tritonclient.grpc.InferenceServerClient(address(running))) for _ in range(20)]
-        with grpc.insecure_channel(address(running)) as channel:
+        calls = [Streamed(tritonclient.grpc.InferenceServerClient(running.grpc_address)) for _ in range(20)]
+        with grpc.insecure_channel(running.grpc_address) as channel:
             method = pb_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer
             opened = [method(iter(())) for _ in range(2000)]
             for call in opened:
@@ -394,7 +439,7 @@ def test_keys_and_tls(tmp_path: Path) -> None:
         "server": {"grpc_port": 0, "tls": tls},
     }
     with leaves_nothing(config) as running:
-        port = address(running).rpartition(":")[2]
+        port = running.grpc_address.rpartition(":")[2]
         made = tritonclient.grpc.InferenceServerClient(
             f"localhost:{port}", ssl=True, root_certificates=tls["certificate"]
         )

@@ -20,7 +20,6 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
-from tests.end_to_end.test_grpc import address
 from tests.running import Running, leaves_nothing, wait_for
 
 REPLICAS = 2
@@ -259,7 +258,7 @@ class TestSequences:
             message.parameters["sequence_end"].bool_param = step == 5
             return message
 
-        with grpc.insecure_channel(address(running)) as channel:
+        with grpc.insecure_channel(running.grpc_address) as channel:
             stub = pb_grpc.GRPCInferenceServiceStub(channel)
             answers = list(stub.ModelStreamInfer(map(request, range(1, 6))))
             assert [answer.error_message for answer in answers] == [""] * 5
@@ -278,8 +277,12 @@ def test_states_of_ended_sequences_are_swept(running: Running) -> None:
     sequence = Sequence(running, "implicit", "swept")
     before = set(folder.iterdir())
     sequence.step(1, is_start=True)
-    (path,) = set(folder.iterdir()) - before
-    assert path.stat().st_mtime > time.time() - 60
+    sequence.step(1)
+    paths = set(folder.iterdir()) - before
+    assert len(paths) == 2
+    assert all(path.stat().st_mtime > time.time() - 60 for path in paths)
     sequence.step(1, is_end=True)
-    os.utime(path, (0, 0))
-    wait_for(lambda: not path.exists(), 60)
+    assert all(path.stat().st_mtime < time.time() - 60 for path in paths)
+    for path in paths:
+        os.utime(path, (0, 0))
+    wait_for(lambda: not paths & set(folder.iterdir()), 60)

@@ -17,7 +17,6 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
-from tests.end_to_end.test_grpc import address
 from tests.running import Running, leaves_nothing, processes_of, wait_for
 
 WIDE = 150_000
@@ -215,7 +214,7 @@ def running() -> Iterator[Running]:
 
 @pytest.fixture
 def stub(running: Running) -> Iterator[Any]:
-    with grpc.insecure_channel(address(running)) as channel:
+    with grpc.insecure_channel(running.grpc_address) as channel:
         yield pb_grpc.GRPCInferenceServiceStub(channel)
 
 

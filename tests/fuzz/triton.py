@@ -14,7 +14,7 @@ from headwater_server.gateway.grpc.tensor_messages import binary_body, generate_
 from headwater_server.repository.config_fields import problems_of
 from headwater_server.repository.model_config import CONFIG_FILE, models_of, write_config
 from headwater_server.repository.triton_host import sequences_of
-from headwater_server.triton.request_json import parameters_of, with_parameters
+from headwater_server.triton.request_json import sequence_parameters, with_parameters
 from headwater_server.triton.sequences import sequence_of
 from tests.fuzz.promises import check_refusal
 from tests.fuzz.tensors import INFER
@@ -74,11 +74,11 @@ def sequence_json(data: bytes) -> bool:
     """The JSON of a request for a Triton's model: its parameters change, and nothing else does."""
     accepted = False
     for are_fields in (False, True):
-        found = parameters_of(data, None, are_fields=are_fields)
+        found = sequence_parameters(data, None, are_fields=are_fields)
         sequence = sequence_of("m", found, has_state=True)
         if sequence is None:
             continue
         changed, _ = with_parameters(data, None, MORE, are_fields=are_fields)
-        assert sequence_of("m", parameters_of(changed, None, are_fields=are_fields), has_state=True) == sequence
+        assert sequence_of("m", sequence_parameters(changed, None, are_fields=are_fields), has_state=True) == sequence
         accepted = True
     return accepted

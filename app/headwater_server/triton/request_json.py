@@ -10,7 +10,7 @@ import msgspec
 
 from headwater_server.errors import BadRequest
 
-__all__ = ["check_depth", "parameters_of", "with_parameters"]
+__all__ = ["check_depth", "sequence_parameters", "with_parameters"]
 
 MAX_OPEN: Final = 500
 """Text with at most so many opening brackets is not looked at: it can't be nested deeper."""
@@ -45,8 +45,8 @@ def check_depth(text: bytes | memoryview, field: str = "body") -> None:
         raise BadRequest(f"{field}: expected JSON, got other text: {error}"[:300]) from None
 
 
-def parameters_of(body: bytes, header_length: int | None, *, are_fields: bool) -> dict[str, Any]:
-    """The parameters of a request; empty if there are none, or the body is no JSON that Triton takes.
+def sequence_parameters(body: bytes, header_length: int | None, *, are_fields: bool) -> dict[str, Any]:
+    """The parameters of a request that concern its sequence; empty if there are none, or the body is no JSON.
 
     Args:
         body: the request's body.
@@ -68,8 +68,8 @@ def parameters_of(body: bytes, header_length: int | None, *, are_fields: bool) -
 def with_parameters(
     body: bytes, header_length: int | None, more: Mapping[str, Any], *, are_fields: bool
 ) -> tuple[bytes, int | None]:
-    """A body with further parameters, and the new ``header_length``. Other arguments as for `parameters_of`, which has
-    read this body."""
+    """A body with further parameters, and the new ``header_length``. Other arguments as for
+    `sequence_parameters`, which has read this body."""
     fields = _read(body[:header_length])
     if are_fields:
         fields.update(more)

@@ -1,9 +1,10 @@
 """The implicit state of sequences (``sequence_batching.state``), which Triton's Python backend passes in, but drops.
 
 Triton gives all requests of a sequence to the same instance, so the bridge of an instance keeps the states of its
-sequences: it puts them in place of what Triton passes, and takes them out of the responses. It also writes them to a
-file for each sequence, from which another replica goes on when this one is lost. A request that is sent again finds in
-the file what it found the first time.
+sequences: it puts them in place of what Triton passes, and takes them out of the responses. It also writes them to
+files, from which another replica goes on when this one is lost. A sequence has two files, written in turn: a request
+that is sent again finds what it found the first time, and a process that is killed while it writes spoils only what is
+not needed any more.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import os
+import struct
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -28,6 +30,9 @@ START: Final = 1
 END: Final = 2
 DEFAULT_IDLE_US: Final = 1_000_000
 """Triton's default of ``max_sequence_idle_microseconds``."""
+_HEAD: Final = struct.Struct("<QQ")
+"""The head of a file: the number of the request that left the states, 0 while they are written; and the length of the
+JSON that tells them."""
 ENDED_S: Final = 60.0
 """Seconds that the file of an ended sequence is kept."""
 MAX_BYTES: Final = 4 * 1024**3
@@ -72,6 +77,16 @@ class _Kept(NamedTuple):
     used_s: float
     step: int
     states: dict[str, Array]
+    place: int
+    """The number of the file that has them; -1: none has."""
+
+
+class _Found(NamedTuple):
+    """The states that a request finds."""
+
+    states: dict[str, Array]
+    place: int
+    """See `_Kept.place`."""
 
 
 class SequenceStates:
@@ -98,7 +113,7 @@ class SequenceStates:
         """The input of each output."""
         self._kept: OrderedDict[Any, _Kept] = OrderedDict()
         """By sequence; the latest last."""
-        self._before: dict[Any, dict[str, Array]] = {}
+        self._before: dict[Any, _Found] = {}
         """The states of the requests that are computed now, by sequence."""
         self._size = 0
         idle_us = int(batching.get("max_sequence_idle_microseconds") or DEFAULT_IDLE_US)
@@ -127,8 +142,8 @@ class SequenceStates:
         """
         if not self._initial or not request.sequence:
             return inputs
-        states = self._before[request.sequence] = self._states_before(request)
-        return [(name, states.get(name, array)) for name, array in inputs]
+        found = self._before[request.sequence] = self._found(request)
+        return [(name, found.states.get(name, array)) for name, array in inputs]
 
     def take(self, outputs: list[Told], request: StateRequest) -> list[Told]:
         """Keep the states among the outputs of a request's response, and return the others. An end of the sequence
@@ -142,7 +157,7 @@ class SequenceStates:
             return outputs
         now_s = time.monotonic()
         before = self._before.pop(request.sequence)
-        states = dict(before)
+        states = dict(before.states)
         for name, array in outputs:
             input_name = self._inputs.get(name)
             if input_name is None:
@@ -151,51 +166,63 @@ class SequenceStates:
                 expected = self._initial[input_name].dtype
                 raise StateFault(f"state {name!r}: expected the datatype {expected}, got {array.dtype}")
             states[input_name] = array.copy()  # a view of the whole message
+        place = 0 if before.place < 0 else 1 - before.place
+        if request.step:
+            self._write(request, place, states, begins=before.place < 0)
         self._forget(request.sequence)
         if not request.flags & END:
             self._size += _bytes(states)
-            self._kept[request.sequence] = _Kept(now_s, request.step, states)
+            self._kept[request.sequence] = _Kept(now_s, request.step, states, place if request.step else -1)
         self._drop_idle(now_s)
         if self._size > MAX_BYTES:
             raise StateFault(f"the states of {len(self._kept)} sequences: expected at most {MAX_BYTES} bytes together")
-        if request.step:
-            self._write(request, before, states)
         return [told for told in outputs if told[0] not in self._inputs]
 
-    def _states_before(self, request: StateRequest) -> dict[str, Array]:
+    def _found(self, request: StateRequest) -> _Found:
         if request.flags & START:
-            return self._initial
+            return _Found(self._initial, -1)
         kept = self._kept.get(request.sequence)
         if not request.step:
-            return self._initial if kept is None else kept.states
+            return _Found(self._initial if kept is None else kept.states, -1)
         if kept is not None and not request.is_moved and kept.step < request.step:
-            return kept.states
-        try:
-            step, before, after = _read(self._file(request.sequence))
-        except (OSError, ValueError, KeyError) as error:
-            raise StateFault(f"the states of sequence {request.sequence} are gone: {error}; begin it again") from None
-        if step > request.step:
+            return _Found(kept.states, kept.place)
+        found: dict[int, _Found] = {}
+        why = "no file has them"
+        for place in (0, 1):
+            try:
+                step, states = _read(f"{self._file(request.sequence)}.{place}")
+            except (OSError, ValueError, KeyError) as error:
+                why = str(error)
+            else:
+                found[step] = _Found(states, place)
+        if max(found, default=0) > request.step:
             raise StateFault(f"sequence {request.sequence}: a later request was answered already")
-        return before if step == request.step else after
+        found.pop(request.step, None)
+        if not found:
+            raise StateFault(f"the states of sequence {request.sequence} are gone: {why}; begin it again")
+        return found[max(found)]
 
-    def _write(self, request: StateRequest, before: Mapping[str, Array], after: Mapping[str, Array]) -> None:
+    def _write(self, request: StateRequest, place: int, states: Mapping[str, Array], *, begins: bool) -> None:
         path = self._file(request.sequence)
-        arrays = [("before", name, array) for name, array in before.items()]
-        arrays += [("after", name, array) for name, array in after.items()]
-        about = [(when, name, array.dtype.str, array.shape) for when, name, array in arrays]
-        head = json.dumps({"step": request.step, "arrays": about}).encode()
+        about = json.dumps([(name, array.dtype.str, array.shape) for name, array in states.items()]).encode()
+        data = [about, *(memoryview(np.ascontiguousarray(array)).cast("B") for array in states.values() if array.size)]
         try:
-            with open(f"{path}.{os.getpid()}", "wb") as file:
-                file.write(len(head).to_bytes(8, "little") + head)
-                for _, _, array in arrays:
-                    file.write(np.ascontiguousarray(array).tobytes())
+            if begins:  # of an earlier sequence with this id
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{path}.{1 - place}")
+            handle = os.open(f"{path}.{place}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.pwrite(handle, _HEAD.pack(0, 0), 0)
+                _write_all(handle, data)
+                os.pwrite(handle, _HEAD.pack(request.step, len(about)), 0)
+            finally:
+                os.close(handle)
             if request.flags & END:  # kept for as long as the gateway may send the request again
                 ended_s = time.time() - FILE_IDLE_S + ENDED_S
-                os.utime(file.name, (ended_s, ended_s))
-            os.replace(file.name, path)
+                for one in (0, 1):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.utime(f"{path}.{one}", (ended_s, ended_s))
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(f"{path}.{os.getpid()}")
             raise StateFault(f"the states of sequence {request.sequence} can't be written: {error}") from None
 
     def _file(self, sequence: int | str) -> str:
@@ -215,19 +242,34 @@ class SequenceStates:
             self._forget(sequence)
 
 
-def _read(path: str) -> tuple[int, dict[str, Array], dict[str, Array]]:
-    """A file's step, and the states before and after it. Raises `OSError`, `ValueError` and `KeyError`."""
+def _write_all(handle: int, data: list[Any]) -> None:
+    """Write what follows the head of a file."""
+    at = _HEAD.size
+    for piece in data:
+        view = memoryview(piece)
+        while view:
+            written = os.pwrite(handle, view, at)
+            at += written
+            view = view[written:]
+
+
+def _read(path: str) -> tuple[int, dict[str, Array]]:
+    """A file's step, and its states. Raises `OSError`, `ValueError` and `KeyError`."""
     with open(path, "rb") as file:
         data = file.read()
-    start = 8 + int.from_bytes(data[:8], "little")
-    about = json.loads(data[8:start])
-    states: dict[str, dict[str, Array]] = {"before": {}, "after": {}}
-    for when, name, dtype, shape in about["arrays"]:
+    if len(data) < _HEAD.size:
+        raise ValueError(f"{path}: cut short")
+    step, length = _HEAD.unpack_from(data)
+    if not step:
+        raise ValueError(f"{path}: its writer was killed")
+    start = _HEAD.size + length
+    states = {}
+    for name, dtype, shape in json.loads(data[_HEAD.size : start]):
         count = int(np.prod(shape))
-        array = np.frombuffer(data, dtype, count, start).reshape(shape)
-        states[when][name] = array
+        array = np.frombuffer(data, dtype, count, start).reshape(shape) if count else np.zeros(shape, dtype)
+        states[name] = array
         start += array.nbytes
-    return int(about["step"]), states["before"], states["after"]
+    return step, states
 
 
 def _bytes(states: Mapping[str, Array]) -> int:

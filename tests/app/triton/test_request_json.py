@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headwater.wire.sequence_step import STEP
 from headwater_server.errors import BadRequest
-from headwater_server.triton.request_json import MAX_OPEN, check_depth, parameters_of, with_parameters
+from headwater_server.triton.request_json import MAX_OPEN, check_depth, sequence_parameters, with_parameters
 
 
 class TestDepth:
@@ -53,11 +53,11 @@ class TestParameters:
         ],
     )
     def test_parameters_are_read_and_added(self, body: bytes, are_fields: bool) -> None:
-        before = parameters_of(body, None, are_fields=are_fields)
+        before = sequence_parameters(body, None, are_fields=are_fields)
         assert before in ({"sequence_id": 7}, {})
         changed, length = with_parameters(body, None, {"sequence_start": True}, are_fields=are_fields)
         assert length is None
-        assert parameters_of(changed, None, are_fields=are_fields) == {**before, "sequence_start": True}
+        assert sequence_parameters(changed, None, are_fields=are_fields) == {**before, "sequence_start": True}
         for kept in (b"NaN", b"Infinity", b"18446744073709551616123", b"1.50"):
             assert (kept in changed) == (kept in body)
 
@@ -70,8 +70,8 @@ class TestParameters:
 
     @given(st.binary(max_size=40))
     def test_what_is_no_json_has_no_parameters(self, body: bytes) -> None:
-        assert isinstance(parameters_of(body, None, are_fields=False), dict)
+        assert isinstance(sequence_parameters(body, None, are_fields=False), dict)
 
     @pytest.mark.parametrize("body", [b"", b"[]", b"7", b'{"parameters":7}', b'{"parameters":null}', b"{"])
     def test_other_bodies_have_none(self, body: bytes) -> None:
-        assert parameters_of(body, None, are_fields=False) == {}
+        assert sequence_parameters(body, None, are_fields=False) == {}

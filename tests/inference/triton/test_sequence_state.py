@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -175,10 +178,39 @@ def test_states_that_are_not_known_are_a_fault(tmp_path: Path) -> None:
     replicas.step(0, 3, 1)
     with pytest.raises(StateFault, match="a later request was answered already"):
         replicas.step(1, 2, 1, is_moved=True)
-    for path in tmp_path.iterdir():
-        path.write_bytes(b"garbage")
-    with pytest.raises(StateFault, match="are gone"):
-        replicas.step(1, 4, 1, is_moved=True)
+    for garbage in (b"", b"garbage", bytes(16), b"\1" * 100):
+        for path in tmp_path.iterdir():
+            path.write_bytes(garbage)
+        with pytest.raises(StateFault, match=r"are gone|a later request was answered already"):
+            replicas.step(1, 4, 1, is_moved=True)
+
+
+@pytest.mark.parametrize("stop", range(1, 5))
+def test_a_process_that_is_killed_while_it_writes_spoils_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    replicas = Replicas(tmp_path, 2)
+    replicas.step(0, 1, 1, flags=START)
+    replicas.step(0, 2, 2)
+    writes = itertools.count(1)
+
+    def killed(handle: int, data: Any, at: int, write: Any = os.pwrite) -> int:
+        if next(writes) == stop:
+            raise KeyboardInterrupt
+        return int(write(handle, data, at))
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr("headwater.triton.sequence_state.os.pwrite", killed)
+        replicas.step(0, 3, 4)
+    assert replicas.step(1, 3, 4, is_moved=True) == 7
+
+
+def test_a_sequence_that_begins_anew_has_nothing_of_the_last(tmp_path: Path) -> None:
+    replicas = Replicas(tmp_path, 2)
+    for number in range(1, 6):
+        replicas.step(0, number, 1, flags=START if number == 1 else 0)
+    replicas.step(0, 1, 10, flags=START)
+    assert replicas.step(1, 2, 10, is_moved=True) == 20
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 9)), max_size=10))

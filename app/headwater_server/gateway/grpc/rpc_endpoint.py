@@ -12,6 +12,7 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tritonclient.grpc import service_pb2 as pb
 
+from headwater_server.codecs.infer_response import omission_parameters
 from headwater_server.errors import BadRequest, HeadwaterError
 from headwater_server.gateway.grpc.tensor_messages import (
     EMPTY_FINAL,
@@ -42,7 +43,7 @@ EXTENSION: Final = "headwater.grpc"
 """Where an ASGI scope has the `RpcMessage`."""
 STATUS: Final = "grpc-status"
 """The header of an error's answer with the number of gRPC's status, where HTTP's status doesn't decide it."""
-_PREFERRED: Final = {3: 400, 5: 404, 7: 403, 8: 429, 12: 501, 14: 503, 4: 504, 1: 499, 6: 409, 9: 409}
+_HTTP_STATUSES: Final = {3: 400, 5: 404, 7: 403, 8: 429, 12: 501, 14: 503, 4: 504, 1: 499, 6: 409, 9: 409}
 """HTTP's status for logs and metrics by the number of gRPC's; others: 500."""
 _EVENT: Final = b"data: "
 
@@ -100,8 +101,11 @@ class RpcEndpoint(Endpoint):
             request.cancel_id = owned_id(scope["state"], scope["state"]["request_id"])
             return _Pieces(self._models, self._results(model, call, request))
         answer = await (only_result(model, request) if signature.streams else dispatcher.infer(request))
-        final = {FINAL: True} if call.streams else {}
-        response = infer_response(model.name, model.version, signature, request, answer.outputs, final)
+        about: dict[str, bool | str] = {FINAL: True} if call.streams else {}
+        about |= omission_parameters(answer.omitted) if answer.omitted else {}
+        response = infer_response(
+            model.name, model.version, signature, request, answer.outputs, about, is_partial=bool(answer.omitted)
+        )
         return Reply(200, [_serialized(response, call)], cache_headers(answer.cache))
 
     async def _relayed(self, scope: Scope, model: str, dispatcher: TritonDispatcher, call: RpcMessage) -> ASGIApp:
@@ -118,7 +122,7 @@ class RpcEndpoint(Endpoint):
             async with rpc as opened:
                 return Reply(200, [await opened.answer(request)], [])
         except RpcRefused as refused:
-            status = _PREFERRED.get(refused.code, 500)
+            status = _HTTP_STATUSES.get(refused.code, 500)
             return json_reply({"error": refused.message}, status, [(STATUS.encode(), b"%d" % refused.code)])
 
     async def _results(self, model: ServedModel, call: RpcMessage, request: Any) -> AsyncGenerator[bytes, None]:
@@ -284,7 +288,8 @@ class _TextAnswer:
         parameters = {name: value for name, value in about.items() if isinstance(value, (bool, int, float, str))}
         if self._call.streams:
             parameters[FINAL] = is_last or bool(fields.get("final", False))
-        response = text_response(self._model.name, self._model.version, id, fields.get("text_output", ""), parameters)
+        version = fields.get("model_version", self._model.version)  # the one that was chosen for the text
+        response = text_response(self._model.name, version, id, fields.get("text_output", ""), parameters)
         return _serialized(response, self._call)
 
 

@@ -45,15 +45,9 @@ def binary_body(message: Any) -> tuple[bytes, int]:
     Raises:
         BadRequest: the message has no data for an input, has data of another datatype, or has too much data.
     """
-    raw = message.raw_input_contents
-    if raw and len(raw) != len(message.inputs):
-        expected = f"expected {len(message.inputs)}, one for each input"
-        raise BadRequest(f"raw_input_contents: {expected}, got {len(raw)}", field="raw_input_contents")
-    datas = []
+    datas = _datas(message)
     inputs = []
-    for index, tensor in enumerate(message.inputs):
-        data = _data(tensor, raw[index] if raw else None)
-        datas.append(data)
+    for tensor, data in zip(message.inputs, datas, strict=True):
         about = {**parameters_of(tensor), "binary_data_size": len(data)}
         shape = list(tensor.shape)
         inputs.append({"name": tensor.name, "datatype": tensor.datatype, "shape": shape, "parameters": about})
@@ -81,6 +75,15 @@ def parameters_of(message: Any) -> dict[str, Any]:
         choice = parameter.WhichOneof("parameter_choice")
         values[name] = None if choice is None else getattr(parameter, choice)
     return values
+
+
+def _datas(message: Any) -> list[bytes]:
+    """The data of each input, as raw bytes. Raises as `binary_body`."""
+    raw = message.raw_input_contents
+    if raw and len(raw) != len(message.inputs):
+        expected = f"expected {len(message.inputs)}, one for each input"
+        raise BadRequest(f"raw_input_contents: {expected}, got {len(raw)}", field="raw_input_contents")
+    return [_data(tensor, raw[index] if raw else None) for index, tensor in enumerate(message.inputs)]
 
 
 def _data(tensor: Any, raw: bytes | None) -> bytes:
@@ -189,13 +192,9 @@ def generate_fields(message: Any) -> tuple[dict[str, Any], bool]:
         BadRequest: an input has no element, has several elements that are no texts, or is no text where it must be;
             see `binary_body`, too.
     """
-    raw = message.raw_input_contents
-    if raw and len(raw) != len(message.inputs):
-        expected = f"expected {len(message.inputs)}, one for each input"
-        raise BadRequest(f"raw_input_contents: {expected}, got {len(raw)}", field="raw_input_contents")
     fields: dict[str, Any] = {}
-    for index, tensor in enumerate(message.inputs):
-        values = _values(tensor, _data(tensor, raw[index] if raw else None))
+    for tensor, data in zip(message.inputs, _datas(message), strict=True):
+        values = _values(tensor, data)
         fields[tensor.name] = values[0] if len(values) == 1 else values
     parameters = parameters_of(message)
     parameters.pop(EMPTY_FINAL, None)

@@ -19,7 +19,7 @@ from headwater_server.lm.openai_answer import Event
 from headwater_server.telemetry.recorder import accept
 from headwater_server.triton.relayed_calls import RelayedRequest
 from headwater_server.triton.repository_dispatcher import TritonAnswer, TritonDispatcher
-from headwater_server.triton.request_json import check_depth, parameters_of
+from headwater_server.triton.request_json import check_depth, sequence_parameters
 
 __all__ = ["RelayedMetadata", "answer_relayed", "change_repository", "repository_index", "repository_statistics"]
 
@@ -56,7 +56,7 @@ async def answer_relayed(
     path = _path(model.name, scope["path_params"].get("version"), action)
     request = RelayedRequest("POST", path, body, content_type, more, header_length)
     sequence = dispatcher.sequence_of(
-        model.name, lambda: parameters_of(body, header_length, are_fields=action != "infer")
+        model.name, lambda: sequence_parameters(body, header_length, are_fields=action != "infer")
     )
     key: str = scope["state"].get("key") or ""
     with DisconnectWatch(scope, receive):
