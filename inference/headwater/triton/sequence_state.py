@@ -205,7 +205,7 @@ class SequenceStates:
     def _write(self, request: StateRequest, place: int, states: Mapping[str, Array], *, begins: bool) -> None:
         path = self._file(request.sequence)
         about = json.dumps([(name, array.dtype.str, array.shape) for name, array in states.items()]).encode()
-        data = [about, *(memoryview(np.ascontiguousarray(array)).cast("B") for array in states.values() if array.size)]
+        data = [about, *(np.ascontiguousarray(array).ravel().view(np.uint8).data for array in states.values())]
         try:
             if begins:  # of an earlier sequence with this id
                 with contextlib.suppress(FileNotFoundError):

@@ -205,6 +205,24 @@ def test_a_process_that_is_killed_while_it_writes_spoils_nothing(
     assert replicas.step(1, 3, 4, is_moved=True) == 7
 
 
+@pytest.mark.parametrize(
+    ("datatype", "kind"), [("TYPE_FP16", np.float16), ("TYPE_BOOL", np.bool_), ("TYPE_INT64", "i8")]
+)
+@pytest.mark.parametrize("dims", [[], [0], [2, 3]])
+def test_states_of_each_datatype_and_shape_are_found_again(
+    tmp_path: Path, datatype: str, kind: Any, dims: list[int]
+) -> None:
+    one = {"input_name": "in", "output_name": "out", "data_type": datatype, "dims": dims}
+    states = [SequenceStates({"sequence_batching": {"state": [one]}}, "", str(tmp_path)) for _ in range(2)]
+    value = np.arange(int(np.prod(dims))).astype(kind).reshape(dims)
+    request = StateRequest(7, START, 1)
+    states[0].put([("in", value)], request)
+    states[0].take([("out", value)], request)
+    ((_, found),) = states[1].put([("in", np.zeros(1))], StateRequest(7, 0, 2, is_moved=True))
+    assert (found.dtype, found.shape) == (value.dtype, value.shape)
+    assert np.array_equal(found, value)
+
+
 def test_a_sequence_that_begins_anew_has_nothing_of_the_last(tmp_path: Path) -> None:
     replicas = Replicas(tmp_path, 2)
     for number in range(1, 6):
