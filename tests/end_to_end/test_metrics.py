@@ -10,6 +10,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -243,10 +244,17 @@ def test_what_a_killed_worker_had_is_lost_and_nothing_else_is(server: Running) -
     )
 
 
+def has_stopped(pid: int) -> bool:
+    """Whether all threads of a process have stopped."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)
+
+
 def test_a_scrape_does_not_wait_for_a_replica_that_is_stopped(server: Running) -> None:
     before = Scrape(server)
     pid = server.process("slow", "tritonserver")
     os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: has_stopped(pid), what="all threads to stop: any of them may answer")
     began_s = time.monotonic()
     scrape = Scrape(server).check()
     took_s = time.monotonic() - began_s
