@@ -308,6 +308,9 @@ class TestStreams:
         call = stub.ModelStreamInfer(iter([request]))
         next(call)
         wait_for(lambda: running.in_flight("endless") == 0)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        assert (caught.value.code(), "read no data" in caught.value.details()) == (grpc.StatusCode.CANCELLED, True)
 
     def test_a_language_model(self, stream: Streamed, client: Any) -> None:
         text = tensor("text_input", np.array([b"def f("], object), "BYTES")

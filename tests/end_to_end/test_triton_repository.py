@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ import tritonclient.http
 import yaml
 from tritonclient.utils import InferenceServerException
 
+from tests.repositories import write_repository
 from tests.running import Running, leaves_nothing, wait_for
 
 NAMES = ["asks", "chain", "counts", "doubles", "ends", "slow_start", "typed"]
@@ -187,24 +187,13 @@ MODELS: dict[str, tuple[str, str]] = {
         """,
     ),
 }
-HEAD = "import numpy as np\nimport triton_python_backend_utils as pb_utils\n"
-
-
-def write_repository(folder: Path) -> None:
-    """Write all models."""
-    for name, (config, script) in MODELS.items():
-        (folder / name / "1").mkdir(parents=True)
-        if config:
-            (folder / name / "config.pbtxt").write_text(textwrap.dedent(config))
-        if script:
-            (folder / name / "1" / "model.py").write_text(HEAD + textwrap.dedent(script))
 
 
 @pytest.fixture(scope="module")
 def repository() -> Iterator[Path]:
     """The folder of the repository."""
     with tempfile.TemporaryDirectory(prefix="hw-models-") as folder:
-        write_repository(Path(folder))
+        write_repository(Path(folder), MODELS)
         yield Path(folder)
 
 

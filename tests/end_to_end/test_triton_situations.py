@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tempfile
-import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,12 +16,12 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc as pb_grpc
 
+from tests.repositories import write_repository
 from tests.running import Running, leaves_nothing, processes_of, wait_for
 
 WIDE = 150_000
 """Elements of a tensor between two models: 600 KB."""
 TOKENS = 6
-HEAD = "import numpy as np\nimport triton_python_backend_utils as pb_utils\n"
 PLAIN = """
 class TritonPythonModel:
     def execute(self, requests):
@@ -197,12 +196,7 @@ MODELS: dict[str, tuple[str, str]] = {
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     with tempfile.TemporaryDirectory(prefix="hw-") as name:
-        for model, (text, code) in MODELS.items():
-            version = Path(name) / model / "1"
-            version.mkdir(parents=True)
-            (version.parent / "config.pbtxt").write_text(textwrap.dedent(text))
-            if code:
-                (version / "model.py").write_text(HEAD + textwrap.dedent(code))
+        write_repository(Path(name), MODELS)
         options = {"model_control": "explicit", "load_models": ["*"]}
         config = {
             "deployments": {"models": {"model": f"triton:{name}", "options": options}},

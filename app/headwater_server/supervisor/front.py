@@ -319,10 +319,7 @@ class Front:
         try:
             return preflight.open_listener(server.host, server.port)
         except OSError as error:
-            raise StartError(
-                f"server.host, server.port: can't listen on {server.host}:{server.port}: {error.strerror}; "
-                "is another server running there? Choose another with --port"
-            ) from error
+            raise self._taken("server.host, server.port", server.port, "--port", error) from error
 
     def _hold_grpc_port(self) -> socket.socket | None:
         """A socket that keeps the port of gRPC for the workers; None: there is no gRPC.
@@ -336,10 +333,14 @@ class Front:
         try:
             return preflight.hold_port(server.host, server.grpc_port)
         except OSError as error:
-            raise StartError(
-                f"server.grpc_port: can't listen on {server.host}:{server.grpc_port}: {error.strerror}; is another "
-                "server running there? Choose another with --grpc-port"
-            ) from error
+            raise self._taken("server.grpc_port", server.grpc_port, "--grpc-port", error) from error
+
+    def _taken(self, fields: str, port: int, option: str, error: OSError) -> StartError:
+        where = f"{self._config.server.host}:{port}"
+        return StartError(
+            f"{fields}: can't listen on {where}: {error.strerror}; is another server running there? Choose another "
+            f"with {option}"
+        )
 
     def _make_folder(self) -> RuntimeFolder:
         # Without these checks a socket path that is too long would show only in a call.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any, Final
 
+import grpc
 import grpc.aio
 
 from headwater_server.gateway.grpc.asgi_call import RpcAnswer, error_text
@@ -15,8 +15,6 @@ from headwater_server.gateway.grpc.rpc_endpoint import stream_error
 from headwater_server.gateway.grpc.tensor_messages import parameters_of
 
 __all__ = ["RpcStream"]
-
-logger = logging.getLogger("headwater")
 
 STREAM_REQUESTS: Final = 256
 """Requests that are answered at once; further requests are not read until then."""
@@ -47,9 +45,12 @@ class RpcStream:
         self._tasks: set[asyncio.Task[None]] = set()
         self._last_of: dict[tuple[str, Any], asyncio.Task[None]] = {}
         """The last request of each sequence, while it is not answered."""
+        self._reader = asyncio.current_task()
+        self._fault = ""
+        """Why the client is cut off; empty: it isn't."""
 
     async def run(self) -> None:
-        """RpcAnswer the requests until the client has sent its last."""
+        """Answer the requests until the client has sent its last. A client that doesn't read ends the call."""
         try:
             while (raw := await self._context.read()) is not grpc.aio.EOF:
                 message = await self._parse(raw, self._context)
@@ -57,11 +58,16 @@ class RpcStream:
                 self._begin(message, raw)
             while self._tasks:
                 await asyncio.wait(self._tasks)
+        except asyncio.CancelledError:
+            if not self._fault:
+                raise
         finally:
             tasks = list(self._tasks)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        if self._fault:
+            await self._context.abort(grpc.StatusCode.CANCELLED, self._fault)
 
     def _begin(self, message: Any, raw: bytes) -> None:
         """Have a task answer a request; it waits for the request before it in its sequence."""
@@ -78,9 +84,6 @@ class RpcStream:
             self._slots.release()
             if sequence is not None and self._last_of.get(sequence) is task:
                 del self._last_of[sequence]
-            if not task.cancelled() and (error := task.exception()) is not None:
-                logger.debug("a response could not be sent: %s", error)
-                self._context.cancel()
 
         task.add_done_callback(ended)
 
@@ -94,5 +97,13 @@ class RpcStream:
             await self._write(answer.body)
 
     async def _write(self, response: bytes) -> None:
-        async with self._writing:
-            await asyncio.wait_for(self._context.write(response), self._write_timeout_s)
+        """Write a response. Where that fails or takes too long, the client counts as gone, and its requests are
+        cancelled."""
+        try:
+            async with self._writing:
+                await asyncio.wait_for(self._context.write(response), self._write_timeout_s)
+        except Exception as error:  # gRPC's own are private
+            self._fault = f"cut off: the client read no data ({type(error).__name__})"
+            assert self._reader is not None
+            self._reader.cancel()
+            raise asyncio.CancelledError from None
