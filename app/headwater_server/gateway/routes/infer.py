@@ -45,7 +45,9 @@ class InferEndpoint(Endpoint):
         body, headers = await self._reader.read(scope, receive)
         header_length = _header_length(headers)
         began_ns = time.perf_counter_ns()
-        request = await decoded_request(decoder, body, header_length, scope)
+        request = _decoded_at_once(decoder, body, header_length, scope) or await _decoded_in_thread(
+            decoder, body, header_length, scope
+        )
         identify(scope, model, request)
         decoded_ns = time.perf_counter_ns()
         with DisconnectWatch(scope, receive):
@@ -82,8 +84,23 @@ async def decoded_request(
     Raises:
         HeadwaterError: the request is wrong, or the bodies of all requests together are over the budget.
     """
+    return _decoded_at_once(decoder, body, header_length, scope) or await _decoded_in_thread(
+        decoder, body, header_length, scope
+    )
+
+
+def _decoded_at_once(
+    decoder: RequestDecoder, body: bytes, header_length: int | None, scope: Scope
+) -> InferRequest | None:
+    """Decode a request; None: that would take too long here."""
     if len(body) < LARGE_BYTES or (header_length is not None and decoder.is_light(header_length)):
         return _decoded(decoder, body, header_length, scope)
+    return None
+
+
+async def _decoded_in_thread(
+    decoder: RequestDecoder, body: bytes, header_length: int | None, scope: Scope
+) -> InferRequest:
     return await asyncio.to_thread(_decoded, decoder, body, header_length, scope)
 
 
