@@ -115,6 +115,6 @@ def test_what_a_user_imports_is_stable() -> None:
     import headwater
 
     assert headwater.__all__ == [
-        "BadInput", "Classification", "Embedding", "Model", "Parameter", "Request", "Reranking", "Tensor",
+        "BadInput", "Classification", "Embedding", "Model", "Parameter", "Request", "Reranking", "State", "Tensor",
         "Transcription", "metrics",
     ]  # fmt: skip

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Parameter,
         Request,
         Reranking,
+        State,
         Tensor,
         Transcription,
     )
@@ -35,6 +36,7 @@ __all__ = [
     "Parameter",
     "Request",
     "Reranking",
+    "State",
     "Tensor",
     "Transcription",
     "metrics",

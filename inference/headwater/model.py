@@ -17,7 +17,7 @@ from headwater.errors import DeclarationError
 from headwater.model_metrics import Metrics, metrics
 
 __all__ = [
-    "Classification", "Embedding", "Model", "Parameter", "Request", "Reranking", "Scalar", "Tensor",
+    "Classification", "Embedding", "Model", "Parameter", "Request", "Reranking", "Scalar", "State", "Tensor",
     "Transcription",
 ]  # fmt: skip
 
@@ -119,6 +119,43 @@ class Tensor:
         if not _is_value(self.padding, self.datatype) or (self.padding and not self.ragged):
             expected = f"a number that {self.datatype} has" if self.ragged else "no padding: the tensor is not ragged"
             raise DeclarationError(f"tensor {self.name!r}, padding: expected {expected}, got {self.padding!r}")
+
+
+@dataclass(frozen=True)
+class State:
+    """A tensor that the server keeps between the requests of a sequence. The callable gets the state after the request
+    before as an argument, and returns the new state among its outputs; clients neither send nor receive it. It needs no
+    declaration among the model's inputs and outputs, but may have one.
+
+    Args:
+        name: its name as an argument of the callable.
+        datatype: a datatype of `Tensor` other than ``BYTES``.
+        shape: the shape of one row, without the batch axis; all dimensions are fixed.
+        initial: the value of all elements at the start of a sequence.
+        output: its name in the callable's outputs; empty: ``name``.
+
+    Raises:
+        DeclarationError: a field is invalid.
+    """
+
+    name: str
+    datatype: str
+    shape: Sequence[int]
+    initial: float = 0
+    output: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.output:
+            object.__setattr__(self, "output", self.name)
+        for name in (self.name, self.output):
+            object.__setattr__(self, "shape", Tensor(name, self.datatype, self.shape).shape)
+        if self.datatype == "BYTES" or -1 in self.shape:
+            got = "BYTES" if self.datatype == "BYTES" else list(self.shape)
+            expected = "a datatype of numbers, and fixed dimensions"
+            raise DeclarationError(f"state {self.name!r}: expected {expected}, got {got}")
+        if not _is_value(self.initial, self.datatype):
+            expected = f"a number that {self.datatype} has"
+            raise DeclarationError(f"state {self.name!r}, initial: expected {expected}, got {self.initial!r}")
 
 
 @dataclass(frozen=True)
@@ -323,6 +360,11 @@ class Model:
 
     outputs: ClassVar[Sequence[Tensor]] = ()
     """The keys of the dict that `__call__` returns. All must be present, each with as many rows as the inputs."""
+
+    state: ClassVar[Sequence[State]] = ()
+    """States that the server keeps between the requests of a sequence. Each request then has a single row and names its
+    sequence by the parameters ``sequence_id``, ``sequence_start`` and ``sequence_end``. Rows of several sequences may
+    share a call, and any replica may take the next request of a sequence."""
 
     parameters: ClassVar[Sequence[Parameter]] = ()
     """Request parameters. If there are any, `__call__` also takes ``parameters``, a dict of name to value."""

@@ -224,6 +224,10 @@ def make_plan(spec: PipelineSpec, signatures: Mapping[str, Signature], *, name: 
                 f"step `{step.name}`, input `{ragged[0]}`: expected no ragged inputs in a pipeline; deploy the model "
                 "by itself"
             )
+        if signature.states and [step.name for step in spec.steps] != [name]:
+            faults.append(
+                f"step `{step.name}`, state: a pipeline keeps no states between requests; deploy the model by itself"
+            )
         if signature.response_headers and len(spec.steps) > 1:
             faults.append(
                 f"step `{step.name}`, options.response_headers: a pipeline's step can't set headers; remove it"
@@ -544,6 +548,7 @@ def _signature(
         ),
         streams=bool(streaming),
         headers=tuple(sorted({name for step in steps for name in step.signature.headers})),
+        states=tuple(state for step in steps for state in step.signature.states),
         overlaps=spec.placement == "fused" and any(step.signature.overlaps for step in steps),
     )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeAlias
@@ -15,11 +16,11 @@ from headwater.datatypes import DATATYPES
 from headwater.engine import EngineLimits, Sampling
 from headwater.errors import DeclarationError
 from headwater.hub_cache import model_name
-from headwater.mapping import check_mappings
-from headwater.model import Classification, Embedding, Model, Parameter, Reranking, Tensor, Transcription
+from headwater.mapping import MAPPINGS, check_mappings
+from headwater.model import Classification, Embedding, Model, Parameter, Reranking, State, Tensor, Transcription
 
 __all__ = [
-    "CONTEXT", "COUNT", "REQUEST", "HeadSpec", "LanguageModelSpec", "Signature", "TensorSpec", "VllmSpec",
+    "CONTEXT", "COUNT", "REQUEST", "HeadSpec", "LanguageModelSpec", "Signature", "StateSpec", "TensorSpec", "VllmSpec",
     "text_signature",
 ]  # fmt: skip
 
@@ -31,6 +32,8 @@ of the request's undeclared parameters. The JSON is empty if there are no undecl
 
 COUNT: Final = "{}_count"
 """The name of the ``INT32 [1]`` tensor with the sizes of the rows of a ragged tensor."""
+MAX_STATE_BYTES: Final = 64 * 1024**2
+"""Most bytes of the states of a sequence."""
 CONTEXT: Final = "headwater_context"
 """Name of a ``str`` parameter per row that no client sends: the JSON of the row's `headwater.Request`, for a model that
 takes requests. Empty in a warm-up."""
@@ -57,6 +60,22 @@ class TensorSpec(msgspec.Struct, frozen=True):
     """The ragged tensor whose rows' sizes this tensor holds; empty for all other tensors."""
     padding: float = 0
     """The value with which the shorter rows of a ragged input end; of an output it is 0."""
+
+
+class StateSpec(msgspec.Struct, frozen=True):
+    """A declared state: an input and an output that only the gateway sends and receives. See `headwater.State`."""
+
+    input: str
+    output: str
+    datatype: str
+    shape: tuple[int, ...]
+    """The shape of one row, without the batch axis."""
+    initial: float
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of a row."""
+        return DATATYPES[self.datatype].size_bytes * math.prod(self.shape)
 
 
 class HeadSpec(msgspec.Struct, frozen=True):
@@ -154,6 +173,9 @@ class Signature(msgspec.Struct, frozen=True):
     """Names of the headers that the model gets of each request; see `headwater.Model.takes_requests`."""
     response_headers: tuple[str, ...] = ()
     """Names of the headers that the model may set in an answer."""
+    states: tuple[StateSpec, ...] = ()
+    """The states that the gateway keeps between the requests of a sequence. Their tensors are also among ``inputs`` and
+    ``outputs``."""
     overlaps: bool = False
     """Whether a replica may compute several calls at once, because a ``__call__`` is a coroutine function."""
 
@@ -162,6 +184,19 @@ class Signature(msgspec.Struct, frozen=True):
         """Whether replicas answer in frames instead of one message for each call: `headwater.wire.frame`, and
         `headwater.wire.lm` for a language model."""
         return self.streams or self.overlaps or bool(self.heads)
+
+    @property
+    def public(self) -> Signature:
+        """The signature as clients see it: without the tensors of states."""
+        if not self.states:
+            return self
+        hidden = {state.input for state in self.states}, {state.output for state in self.states}
+        inputs, outputs = (
+            tuple(spec for spec in specs if spec.name not in names)
+            for specs, names in zip((self.inputs, self.outputs), hidden, strict=True)
+        )
+        example = {name: value for name, value in (self.example or {}).items() if name not in hidden[0]}
+        return msgspec.structs.replace(self, inputs=inputs, outputs=outputs, example=example or None)
 
     @property
     def own_parameters(self) -> tuple[Parameter, ...]:
@@ -188,11 +223,12 @@ class Signature(msgspec.Struct, frozen=True):
         """Check that answers may be cached for equal requests.
 
         Raises:
-            DeclarationError: the model declares that calls have effects, or it streams or takes requests.
+            DeclarationError: the model declares that calls have effects, or it streams, takes requests or has states.
         """
-        if self.streams or not self.idempotent or self.takes_requests:
+        if self.streams or not self.idempotent or self.takes_requests or self.states:
             why = "is told of each request (`takes_requests`)" if self.takes_requests else "is not idempotent"
             why = "streams its results" if self.streams else why
+            why = "has states" if self.states else why
             raise DeclarationError(
                 f"cache: expected a model that answers equal requests equally, got `{self.name}`, which {why}",
                 fix="remove `cache`",
@@ -201,12 +237,17 @@ class Signature(msgspec.Struct, frozen=True):
     @property
     def invented(self) -> list[TensorSpec]:
         """The inputs of an example row for which the model has no example."""
-        return [spec for spec in self.inputs if not spec.optional and spec.name not in (self.example or {})]
+        known = {*(self.example or {}), *(state.input for state in self.states)}
+        return [spec for spec in self.inputs if not spec.optional and spec.name not in known]
 
     def example_row(self) -> dict[str, Any]:
         """A row by input name, as nested lists: the model's example, completed with zeros or the text ``example``.
         Optional inputs without an example are left out."""
         row = dict(self.example or {})
+        inputs = {spec.name for spec in self.inputs}
+        for state in self.states:
+            if state.input in inputs:
+                row[state.input] = np.full(state.shape, state.initial).tolist()
         for spec in self.invented:
             shape = spec.example_shape or [max(dim, 1) for dim in spec.shape]
             dtype = np.dtype("f4") if spec.datatype == "BF16" else DATATYPES[spec.datatype].numpy
@@ -225,15 +266,10 @@ class Signature(msgspec.Struct, frozen=True):
         kind = type(model).__name__
         inputs = _tensors(kind, "inputs", model.inputs, model.example_sizes)
         outputs = _tensors(kind, "outputs", model.outputs)
-        for spec in outputs:
-            if spec.optional:
-                raise DeclarationError(f"{kind}.outputs, {spec.name!r}: an output can't be optional")
-        for spec in (*inputs, *outputs):
-            if spec.ragged and (model.batch is None or spec.optional):
-                why = "is optional" if spec.optional else "has no batch axis, and so any size"
-                raise DeclarationError(f"{kind}, {spec.name!r}: it {why}; leave `ragged` out")
-        if not any(not spec.optional for spec in inputs):
-            raise DeclarationError(f"{kind}.inputs: expected at least one input that isn't optional")
+        states = _states(kind, model)
+        _check_tensors(kind, model, inputs, outputs, {state.input for state in states})
+        inputs = _with_states(kind, "inputs", inputs, states)
+        outputs = _with_states(kind, "outputs", outputs, states)
         parameters = tuple(model.parameters)
         for parameter in parameters:
             if not isinstance(parameter, Parameter):
@@ -291,6 +327,7 @@ class Signature(msgspec.Struct, frozen=True):
             headers=tuple(model.request_headers),
             response_headers=tuple(model.response_headers),
             streams=inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call),
+            states=states,
             overlaps=inspect.iscoroutinefunction(call),
         )
 
@@ -313,6 +350,57 @@ def _tensors(
             specs.append(count)
     _check_unique(f"{kind}.{where}", [spec.name for spec in specs])
     return tuple(specs)
+
+
+def _states(kind: str, model: Model) -> tuple[StateSpec, ...]:
+    declared = model.state
+    if not isinstance(declared, (list, tuple)) or not all(isinstance(state, State) for state in declared):
+        raise DeclarationError(f"{kind}.state: expected a list of State, got {declared!r}")
+    call = type(model).__call__
+    is_stream = inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call)
+    mappings = [name for name in MAPPINGS if getattr(model, name) is not None]
+    if declared and (is_stream or mappings):
+        why = f"{mappings[0]}, whose route has no sequences" if mappings else "a generator, which has many results"
+        raise DeclarationError(f"{kind}.state: expected no states beside {why}")
+    states = tuple(
+        StateSpec(state.name, state.output, state.datatype, tuple(state.shape), state.initial) for state in declared
+    )
+    _check_unique(f"{kind}.state", [state.input for state in states])
+    _check_unique(f"{kind}.state, outputs", [state.output for state in states])
+    size_bytes = sum(state.size_bytes for state in states)
+    if size_bytes > MAX_STATE_BYTES:
+        raise DeclarationError(f"{kind}.state: expected at most {MAX_STATE_BYTES} bytes a row, got {size_bytes}")
+    return states
+
+
+def _with_states(
+    kind: str, where: Literal["inputs", "outputs"], specs: tuple[TensorSpec, ...], states: Sequence[StateSpec]
+) -> tuple[TensorSpec, ...]:
+    """The tensors of one side and the tensors of the states, which may be among them already."""
+    by_name = {spec.name: spec for spec in specs}
+    for state in states:
+        wanted = TensorSpec(state.input if where == "inputs" else state.output, state.datatype, state.shape)
+        spec = by_name.setdefault(wanted.name, wanted)
+        if (spec.datatype, spec.shape, spec.optional) != (wanted.datatype, wanted.shape, False):
+            expected = f"{wanted.datatype} {list(wanted.shape)} as its state, not optional"
+            raise DeclarationError(
+                f"{kind}.{where}, {spec.name!r}: expected {expected}, got {spec.datatype} {list(spec.shape)}"
+            )
+    return tuple(by_name.values())
+
+
+def _check_tensors(
+    kind: str, model: Model, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], state_inputs: Collection[str]
+) -> None:
+    for spec in outputs:
+        if spec.optional:
+            raise DeclarationError(f"{kind}.outputs, {spec.name!r}: an output can't be optional")
+    for spec in (*inputs, *outputs):
+        if spec.ragged and (model.batch is None or spec.optional):
+            why = "is optional" if spec.optional else "has no batch axis, and so any size"
+            raise DeclarationError(f"{kind}, {spec.name!r}: it {why}; leave `ragged` out")
+    if not any(not spec.optional and spec.name not in state_inputs for spec in inputs):
+        raise DeclarationError(f"{kind}.inputs: expected at least one input that isn't optional")
 
 
 def _example_shape(tensor: Tensor, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from headwater_server.repository.config_fields import problems_of
 from headwater_server.repository.model_config import CONFIG_FILE, models_of, write_config
 from headwater_server.repository.triton_host import sequences_of
 from headwater_server.triton.request_json import sequence_parameters, with_parameters
-from headwater_server.triton.sequences import sequence_of
+from headwater_server.triton.sequence_turn import sequence_of
 from tests.fuzz.promises import check_refusal
 from tests.fuzz.tensors import INFER
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from headwater import Classification, Embedding, Model, Parameter, Reranking, Tensor, Transcription
+from headwater import Classification, Embedding, Model, Parameter, Reranking, State, Tensor, Transcription
 from headwater.errors import DeclarationError
 from headwater.signature import CONTEXT, Signature
 
@@ -133,6 +133,19 @@ def test_a_number_that_is_none_fits_no_bounds(value: Any) -> None:
             "inputs, 'requests': with takes_requests the name is reserved",
         ),
         ({"transcription": Transcription("t", "y")}, r"transcription, text: expected a BYTES \[1\] output, got 'y'"),
+        ({"state": "h"}, "Changed.state: expected a list of State, got 'h'"),
+        ({"state": (State("h", "FP32", [1]),) * 2}, "Changed.state: 'h' is declared 2 times"),
+        (
+            {"state": (State("h", "FP32", [1]), State("g", "FP32", [1], output="h"))},
+            "Changed.state, outputs: 'h' is declared 2 times",
+        ),
+        ({"state": (State("t", "FP32", [1]),)}, r"inputs, 't': expected FP32 \[1\] as its state, .* got BYTES \[1\]"),
+        ({"state": (State("h", "FP32", [5], output="y"),)}, r"outputs, 'y': expected FP32 \[5\] as its state"),
+        ({"state": (State("h", "FP64", [2**23 + 1]),)}, "expected at most 67108864 bytes a row, got 67108872"),
+        (
+            {"inputs": (Tensor("x", "FP32", [1]),), "state": (State("x", "FP32", [1]),)},
+            "at least one input that isn't optional",
+        ),
     ],
 )
 def test_a_model_that_contradicts_itself_is_refused_by_name(attributes: dict[str, Any], message: str) -> None:
@@ -232,3 +245,62 @@ def test_a_model_that_takes_requests_declares_it_to_the_gateway_and_is_not_cache
     with pytest.raises(DeclarationError, match=r"which is told of each request \(`takes_requests`\)"):
         signature.check_cacheable()
     assert not signature_of(Plain()).takes_requests
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("h", "BYTES", [1]), "state 'h': expected a datatype of numbers, and fixed dimensions, got BYTES"),
+        (("h", "FP32", [-1]), r"state 'h': expected a datatype of numbers, and fixed dimensions, got \[-1\]"),
+        (("h", "INT8", [1], 300), "state 'h', initial: expected a number that INT8 has, got 300"),
+        (("h", "FP32", [1], 0, "no name"), "tensor name: expected letters"),
+    ],
+)
+def test_a_state_that_contradicts_itself_is_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(DeclarationError, match=message):
+        State(*arguments)
+
+
+class Remembers(Plain):
+    """Keeps a state."""
+
+    state = (State("h", "FP32", [2], initial=0.5), State("t0", "INT64", [1], output="t1"))
+
+    def __call__(self, *, x: Any, mask: Any, t: Any, h: Any, t0: Any, parameters: Any) -> Any:
+        """Not called."""
+
+
+def test_clients_do_not_see_states() -> None:
+    signature = msgspec.json.decode(msgspec.json.encode(signature_of(Remembers())), type=Signature)
+    assert [spec.name for spec in signature.inputs] == ["x", "mask", "t", "h", "t0"]
+    assert [spec.name for spec in signature.outputs] == ["y", "h", "t1"]
+    assert [spec.name for spec in signature.public.inputs] == ["x", "mask", "t"]
+    assert [spec.name for spec in signature.public.outputs] == ["y"]
+    assert {name: signature.example_row()[name] for name in ("h", "t0")} == {"h": [0.5, 0.5], "t0": [0]}
+    assert [spec.name for spec in signature.invented] == ["x", "t"]
+    assert signature.public.example_row().keys() == {"x", "t"}
+    assert signature_of(Plain()).public == signature_of(Plain())
+
+
+def test_states_may_be_declared_among_the_tensors() -> None:
+    states = Tensor("h", "FP32", [2]), Tensor("t0", "INT64", [1])
+    model = type("Both", (Remembers,), {"inputs": (*Plain.inputs, *states), "example": {"h": [1, 2]}})()
+    signature = signature_of(model)
+    assert signature.inputs == signature_of(Remembers()).inputs
+    assert signature.example_row()["h"] == [0.5, 0.5]
+    assert signature.public.example is None
+
+
+def test_a_model_with_states_is_not_cached_does_not_stream_and_has_no_mappings() -> None:
+    with pytest.raises(DeclarationError, match="got `m`, which has states"):
+        signature_of(Remembers()).check_cacheable()
+
+    class Streams(Remembers):
+        def __call__(self, **inputs: Any) -> Any:
+            yield inputs
+
+    with pytest.raises(DeclarationError, match=r"Streams\.state: expected no states beside a generator"):
+        signature_of(Streams())
+    embedding = Embedding("t", "y")
+    with pytest.raises(DeclarationError, match="state: expected no states beside embedding"):
+        signature_of(type("Maps", (Remembers,), {"embedding": embedding})())

@@ -120,6 +120,8 @@ def running() -> Iterator[Running]:
     detector = next(file for file in FILES if file.path == VAD)
     options = {"model": f"onnx:{packages() / VAD}", "options": dict(detector.options), "threads": 1}
     deployments["twins"] = {**options, "replicas": 2}
+    states = {**detector.options, "states": {"state": "stateN"}}
+    deployments["keeper"] = {**options, "options": states, "replicas": 2}
     with serve({"deployments": deployments}) as running:
         yield running
 
@@ -152,9 +154,10 @@ def values(random: np.random.Generator, shape: Sequence[int], dtype: str) -> Arr
     return array
 
 
-def listen(url: str, seed: int, turns: int, meet: Callable[[int], object]) -> None:
-    """Send sounds to the voice detector, each with the state of the answer before, and compare each answer with the
-    package's own. Calls ``meet`` before each turn."""
+def listen(url: str, model: str, seed: int, turns: int, meet: Callable[[int], object]) -> None:
+    """Send sounds to the voice detector, and compare each answer with the package's own. The client sends the state of
+    the answer before to ``twins``; ``keeper`` has a sequence. Calls ``meet`` before each turn."""
+    is_sent = model == "twins"
     session = onnxruntime.InferenceSession(str(packages() / VAD))
     random = np.random.default_rng(seed)
     state = expected_state = np.zeros((2, 1, 128), "f4")
@@ -165,26 +168,31 @@ def listen(url: str, seed: int, turns: int, meet: Callable[[int], object]) -> No
             sound = random.normal(size=(1, 576)).astype("f4")
             inputs = [
                 InferInput("input", [1, 576], "FP32").set_data_from_numpy(sound),
-                InferInput("state", [2, 1, 128], "FP32").set_data_from_numpy(state),
                 InferInput("sr", [1], "INT64").set_data_from_numpy(rate.reshape(1)),
             ]
-            answer = client.infer("twins", inputs)
-            state = answer.as_numpy("stateN")
+            if is_sent:
+                answer = client.infer(
+                    model, [*inputs, InferInput("state", [2, 1, 128], "FP32").set_data_from_numpy(state)]
+                )
+                state = answer.as_numpy("stateN")
+            else:
+                answer = client.infer(model, inputs, sequence_id=seed, sequence_start=not turn)
             feed = {"input": sound, "state": expected_state, "sr": rate}
             expected, expected_state = session.run(["output", "stateN"], feed)
             np.testing.assert_array_equal(answer.as_numpy("output"), expected)
 
 
-def test_a_voice_detectors_state_goes_to_the_client_and_back_although_a_replica_is_killed(running: Running) -> None:
+@pytest.mark.parametrize("model", ["twins", "keeper"])
+def test_a_voice_detectors_state_outlives_a_replica(running: Running, model: str) -> None:
     """Two clients take turns at the same two replicas."""
     together = threading.Barrier(2, timeout=60)
 
     def meet(turn: int) -> None:
         if together.wait() == 0 and turn == TURNS // 2:
-            os.kill(running.processes("twins", "host")[0], signal.SIGKILL)
+            os.kill(running.processes(model, "host")[0], signal.SIGKILL)
 
     with ThreadPoolExecutor(2) as pool:
-        clients = [pool.submit(listen, running.url, seed, TURNS, meet) for seed in (2, 3)]
+        clients = [pool.submit(listen, running.url, model, seed, TURNS, meet) for seed in (2, 3)]
         for client in clients:
             client.result()
 

@@ -40,6 +40,7 @@ def print_what_is_served(
         if signature.limits is not None:
             _announce_language_model(url, signature, signature.limits)
             continue
+        signature = signature.public
         shapes = [
             ", ".join(f"{spec.name} {spec.datatype}{_dims(spec.shape)}{'?' if spec.optional else ''}" for spec in side)
             for side in (signature.inputs, signature.outputs)

@@ -281,8 +281,10 @@ def _summary(
             step_pythons = {step: pythons[at] for step, at in _places(name, deployment).items() if at in pythons}
             summary["pipeline"].update({"pythons": step_pythons} if step_pythons else {})
     if signature is not None:
-        summary["inputs"] = msgspec.to_builtins(signature.inputs)
-        summary["outputs"] = msgspec.to_builtins(signature.outputs)
+        summary["inputs"] = msgspec.to_builtins(signature.public.inputs)
+        summary["outputs"] = msgspec.to_builtins(signature.public.outputs)
+        if signature.states:
+            summary["states"] = msgspec.to_builtins(signature.states)
         summary["parameters"] = [parameter.name for parameter in signature.own_parameters]
     return summary
 

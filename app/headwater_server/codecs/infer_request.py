@@ -1,7 +1,8 @@
 """Decodes the body of ``POST /v2/models/{m}/infer`` and checks it against the model's signature.
 
 Sources: the Open Inference Protocol's inference request; Triton's binary tensor data, classification, sequence,
-schedule policy and shared memory extensions (classification, sequences and shared memory are refused).
+schedule policy and shared memory extensions (classification and shared memory are refused, and sequences of a model
+without states).
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ from headwater_server.codecs.tensors import InferRequest, OutputWish, RawTensor
 from headwater_server.codecs.wording import PARSE_ERRORS, parsed
 from headwater_server.errors import BadRequest
 
-__all__ = ["RequestDecoder", "example_body", "json_example"]
+__all__ = ["SEQUENCE_EXAMPLE", "RequestDecoder", "example_body", "json_example"]
 
 _SIZE: Final = "binary_data_size"
 _SHAPE: Final = msgspec.json.Decoder(list[int])
 _VALUE: Final = msgspec.json.Decoder()
 LIGHT_BYTES: Final = 64 * 1024
 """JSON of fewer bytes is decoded fast enough for the event loop's thread."""
+SEQUENCE_EXAMPLE: Final = {"sequence_id": 1, "sequence_start": True}
+"""The parameters of an example request to a model with states."""
 LARGEST_EXAMPLE: Final = 1000
 """For an input with more elements, no example is generated."""
 
@@ -331,6 +334,8 @@ def example_body(signature: Signature) -> dict[str, Any] | None:
             entry = {"name": spec.name, "datatype": spec.datatype, "shape": [1, *value.shape]}
             inputs.append({**entry, "data": value.ravel().tolist()})
     body: dict[str, Any] = {"inputs": inputs}
+    if signature.states:
+        body["parameters"] = SEQUENCE_EXAMPLE
     if not all(DATATYPES[spec.datatype].json for spec in signature.outputs):
         body["outputs"] = [
             {"name": spec.name, "parameters": {"binary_data": not DATATYPES[spec.datatype].json}}

@@ -18,13 +18,16 @@ from headwater_server.codecs.faults import at, key_text, shown
 from headwater_server.codecs.tensors import InferRequest
 from headwater_server.errors import BadRequest
 
-__all__ = ["MAX_UINT64", "RequestId", "RequestParameters", "boolean", "integer", "unsupported"]
+__all__ = ["MAX_SEQUENCE_ID", "MAX_UINT64", "RequestId", "RequestParameters", "boolean", "integer", "unsupported"]
 
 MAX_UINT64: Final = 2**64 - 1
 _MAX_PRIORITY: Final = 2**32 - 1
 _INT64: Final = range(-(2**63), 2**63)
 _BINARY_OUTPUT: Final = "binary_data_output"
 _HEADS: Final = "heads"
+_SEQUENCE: Final = ("sequence_id", "sequence_start", "sequence_end")
+MAX_SEQUENCE_ID: Final = 128
+"""Most characters of a sequence's id, as in Triton."""
 RequestId: TypeAlias = Annotated[str, Meta(max_length=1000)]
 """An id of at most 1000 characters that a client gives to a request."""
 
@@ -116,8 +119,12 @@ class RequestParameters:
         self.heads = _HeadChoice(signature.heads) if signature.heads else None
         """None unless the model is a pipeline."""
         self._binary = binary
+        self._has_sequences = bool(signature.states)
         server_parameters = (
-            ((_BINARY_OUTPUT,) if binary else ()) + ("priority", "timeout") + ((_HEADS,) if signature.heads else ())
+            ((_BINARY_OUTPUT,) if binary else ())
+            + ("priority", "timeout")
+            + ((_HEADS,) if signature.heads else ())
+            + (_SEQUENCE if self._has_sequences else ())
         )
         self.known = (*self._declared, *server_parameters)
         """Names of all parameters that the model declares or the server defines for it."""
@@ -155,6 +162,8 @@ class RequestParameters:
                 request.timeout_us = integer(_path(where, name), None, value, MAX_UINT64)
             elif name == _HEADS and self.heads is not None:
                 request.heads = self.heads.read(value, _path(where, name))
+            elif self._has_sequences and name in _SEQUENCE:
+                _take_sequence(name, value, _path(where, name), request)
             elif self.takes_any and name not in (REQUEST, _BINARY_OUTPUT) and not _is_protocols(name):
                 undeclared[name] = _scalar(value, where, name)
             else:
@@ -163,6 +172,21 @@ class RequestParameters:
             before = msgspec.json.decode(str(request.row_parameters[REQUEST] or "{}"))
             request.row_parameters[REQUEST] = msgspec.json.encode({**before, **undeclared}).decode()
         return binary_output
+
+
+def _take_sequence(name: str, value: object, path: str, request: InferRequest) -> None:
+    if name == "sequence_start":
+        request.starts_sequence = boolean(path, None, value)
+    elif name == "sequence_end":
+        request.ends_sequence = boolean(path, None, value)
+    elif isinstance(value, str) and 0 < len(value) <= MAX_SEQUENCE_ID:
+        request.sequence_id = value
+    else:
+        id = _whole(value)
+        if not isinstance(id, int) or isinstance(id, bool) or not 0 < id <= MAX_UINT64:
+            expected = f"expected an integer from 1 on, or a text of 1 to {MAX_SEQUENCE_ID} characters"
+            raise at(path, None, f"{expected}, got {shown(value)}")
+        request.sequence_id = id
 
 
 def boolean(path: str, tensor: str | None, value: object) -> bool:

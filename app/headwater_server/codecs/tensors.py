@@ -78,6 +78,10 @@ class InferRequest(msgspec.Struct, gc=False):
     request can't be cancelled by an id."""
     is_bare: bool = False
     """Whether the inputs are a single row without the batch axis; the outputs then have no batch axis either."""
+    sequence_id: int | str = 0
+    """The sequence that the request belongs to, of a model with states; 0: it belongs to none."""
+    starts_sequence: bool = False
+    ends_sequence: bool = False
     owner: str = ""
     """The name of the API key that was sent with the request; empty: the request came without a key, or is a copy."""
     answer_headers: dict[str, str] = {}

@@ -18,6 +18,7 @@ from headwater_server.control.messages import Drained
 from headwater_server.control.routing import DeploymentRoute, State, unavailable
 from headwater_server.dispatch.answer_cache import AnswerCache, Waiter
 from headwater_server.dispatch.collector import Collector, no_rows, no_rows_by_head
+from headwater_server.dispatch.sequence_states import SequenceStates
 from headwater_server.dispatch.shadow import Shadow
 from headwater_server.errors import RETRY_AFTER_LOST_S, BadRequest, HeadwaterError, Unavailable
 from headwater_server.telemetry.instruments import Gauge
@@ -171,6 +172,8 @@ class TensorDispatcher(Dispatcher, Generic[R]):
         """Requests queued or being computed. Requests that wait for an identical request are in `_waiting`."""
         self._waiting: set[Waiter] = set()
         self._cache: AnswerCache | None = None
+        self._states: SequenceStates | None = None
+        """The states of the model's sequences; None: the model has no states."""
         self.shadow: Shadow | None = None
         """Receives copies of the requests that this dispatcher computes; None: no copies are sent."""
         self._adopt_cache()
@@ -241,6 +244,8 @@ class TensorDispatcher(Dispatcher, Generic[R]):
     async def infer(self, request: InferRequest, *, is_step: bool = False) -> Answer:
         """See `Dispatcher.infer`."""
         signature = self.check_ready(is_step=is_step)
+        if self._states is not None:
+            return await self._states.answer(request, self.route.timeout_s, self.compute, self.check_ready)
         if request.rows == 0:
             return Answer(no_rows(signature, request))
         began_s = time.monotonic()
@@ -273,6 +278,9 @@ class TensorDispatcher(Dispatcher, Generic[R]):
     async def stream(self, request: InferRequest) -> AsyncIterator[HeadAnswer]:
         """See `Dispatcher.stream`."""
         signature = self.check_ready()
+        if self._states is not None:
+            yield HeadAnswer("", (await self.infer(request)).outputs)
+            return
         if self.shadow is not None:
             self.shadow.drop("stream")
         if request.rows == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Hashable
+from pathlib import Path
 from typing import cast
 
 from headwater.signature import Signature, TensorSpec
@@ -21,6 +22,7 @@ from headwater_server.dispatch.pending import Part, Pending, held_bytes
 from headwater_server.dispatch.policy import RAGGED_PADDING, BatchingPolicy, length_class
 from headwater_server.dispatch.pool import Connect, ReplicaCalls, ReplicaPool, connect
 from headwater_server.dispatch.queue import DEFAULT_WEIGHTS
+from headwater_server.dispatch.sequence_states import SequenceStates
 from headwater_server.errors import BadRequest, QueueFull, ReplicaLost
 from headwater_server.telemetry.instruments import Gauge
 from headwater_server.telemetry.recorder import recorder
@@ -42,6 +44,7 @@ class ModelDispatcher(TensorDispatcher[Pending]):
             limits, for this deployment alone.
         on_lost: called with the report of each lost replica, and again once a request with an API key has taken two
             replicas down.
+        sequences: see `SequenceStates`; a model with states needs it.
     """
 
     def __init__(
@@ -51,8 +54,10 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         on_quarantined: Callable[[bytes], None] = lambda fingerprint: None,
         budget: QueueBudget | None = None,
         on_lost: Callable[[ReplicaLoss], None] = lambda loss: None,
+        sequences: Path | None = None,
     ) -> None:
         super().__init__(route)
+        self._sequences = sequences
         self._connect = connect
         self._loop = asyncio.get_running_loop()
         self._meter = recorder().deployment(route.name)
@@ -101,6 +106,11 @@ class ModelDispatcher(TensorDispatcher[Pending]):
             self._queue.max_batch_size = route.signature.max_batch_size
             if is_smaller:
                 self._cut_waiting()
+            if not route.signature.states:
+                self._states = None
+            elif self._states is None:
+                assert self._sequences is not None
+                self._states = SequenceStates(route.name, self._sequences)
         if route.generation != self.route.generation:
             self._quarantine.lift()
         self._quarantine.for_s = route.quarantine_s

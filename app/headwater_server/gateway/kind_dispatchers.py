@@ -22,11 +22,11 @@ from headwater_server.dispatch.deployment_protocol import Dispatcher
 from headwater_server.dispatch.dispatcher import ModelDispatcher
 from headwater_server.dispatch.graph import GraphDispatcher
 from headwater_server.dispatch.pool import Connect
+from headwater_server.dispatch.sequence_table import SequenceTable
 from headwater_server.dispatch.versions import VersionsDispatcher
 from headwater_server.lm.language_model import LmDispatcher
 from headwater_server.security.peer_tls import PeerTls
 from headwater_server.triton.repository_dispatcher import TritonDispatcher
-from headwater_server.triton.sequences import SequenceTable
 from headwater_server.vllm.vllm_model import VllmDispatcher
 
 __all__ = ["Parts", "make_dispatcher"]
@@ -48,7 +48,7 @@ class Parts(NamedTuple):
     on_lost: Callable[[ReplicaLoss], None]
     """See `headwater_server.gateway.models.Models.on_lost`."""
     sequences: Path | None
-    """The file of the sequences of Triton's repositories, shared by all workers; None: this worker has them alone."""
+    """The file of the open sequences, shared by all workers; None: this worker has them alone."""
 
 
 def make_dispatcher(route: DeploymentRoute, parts: Parts) -> Dispatcher:
@@ -60,7 +60,7 @@ def _tensors(route: DeploymentRoute, parts: Parts) -> Dispatcher:
     def on_quarantined(fingerprint: bytes) -> None:
         parts.on_quarantined(route.name, fingerprint)
 
-    return ModelDispatcher(route, parts.connect, on_quarantined, parts.budget, parts.on_lost)
+    return ModelDispatcher(route, parts.connect, on_quarantined, parts.budget, parts.on_lost, parts.sequences)
 
 
 _MADE: Final[Mapping[type[Kind], Callable[[DeploymentRoute, Parts], Dispatcher]]] = {

@@ -109,9 +109,10 @@ class ServedModel:
         return self._generate[1]
 
     def _public_signature(self, signature: Signature) -> Signature:
-        """The signature with the name that clients know. The replicas of a version have a signature with another
-        name."""
-        return msgspec.structs.replace(signature, name=self.name) if self.route.version else signature
+        """The signature as clients see it, with the name that they know. The replicas of a version have a signature
+        with another name."""
+        public = signature.public
+        return msgspec.structs.replace(public, name=self.name) if self.route.version else public
 
     @property
     def versions(self) -> list[str]:

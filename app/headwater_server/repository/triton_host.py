@@ -29,7 +29,7 @@ from headwater.errors import LoadError, Problem, ReplicaError
 from headwater.reference import find_folder
 from headwater.signature import Signature, TritonSpec
 from headwater.wire.handshake import OWN_SIDE, ReplicaSpec, ReplicaStatus, failure_of
-from headwater.wire.sequence_step import FILE_IDLE_S
+from headwater.wire.state_files import STATES, sweep_states
 from headwater_server.binder.environment import require
 from headwater_server.process.interpreter import (
     NUMPY_ALONE,
@@ -44,7 +44,7 @@ from headwater_server.process.sweep import process_stat
 from headwater_server.repository.metric_registry import serve_metrics
 from headwater_server.repository.model_config import models_of
 
-__all__ = ["main", "sequences_of", "sweep_states"]
+__all__ = ["main", "sequences_of"]
 
 PR_SET_PDEATHSIG: Final = 1
 READY_FILE: Final = "ready"
@@ -52,8 +52,6 @@ READY_FILE: Final = "ready"
 SOCKET: Final = "h"
 """The name of Triton's HTTP socket in the replica's folder."""
 LOG_FILE: Final = "triton.log"
-STATES: Final = "states"
-"""The folder of the states of sequences, in the server's folder."""
 INSTANCES: Final = "instances"
 """See `headwater.wire.host_program.HostProgram.instances`."""
 SERVER: Final = "tritonserver"
@@ -67,8 +65,6 @@ MISSED: Final = 4
 END_S: Final = 8.0
 """Time in which Triton must end after SIGTERM; then the guardian kills the group."""
 SWEEP_EVERY_S: Final = 30.0
-MAX_STATES_BYTES: Final = 4 * 1024**3
-"""Most bytes of the files of the states of a deployment's sequences."""
 REPORTED_LINES: Final = 10
 _ERROR: Final = re.compile(r"[EF]\d{4} |error: ")
 _NO_GPU: Final = "CudaDriverHelper has not been initialized"
@@ -247,23 +243,6 @@ def sequences_of(repository: Path) -> dict[str, bool]:
         if not more:
             return found
         found |= more
-
-
-def sweep_states(folder: Path) -> None:
-    """Remove the files of states that were not used for long, and the oldest of more than `MAX_STATES_BYTES`."""
-    ages = []
-    with contextlib.suppress(FileNotFoundError):
-        for entry in os.scandir(folder):
-            with contextlib.suppress(FileNotFoundError):  # another replica's host sweeps, too
-                stat = entry.stat()
-                ages.append((stat.st_mtime, stat.st_size, entry.path))
-    total = sum(size for _, size, _ in ages)
-    for used_s, size, path in sorted(ages):
-        if total <= MAX_STATES_BYTES and time.time() - used_s < FILE_IDLE_S:
-            break
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        total -= size
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from headwater_server.dispatch.pool import Replica
 from headwater_server.errors import DeadlineExceeded, HeadwaterError, ReplicaLost, ReplicaUnreachable
 from headwater_server.transport.relay_client import RelayClient, UpstreamAnswer
 from headwater_server.triton.request_json import with_parameters
-from headwater_server.triton.sequences import SequenceTurn
+from headwater_server.triton.sequence_turn import SequenceTurn
 
 __all__ = ["HttpCall", "RelayedCall", "RelayedRequest", "ReplicaChoice", "RpcRefused", "TritonReplica"]
 

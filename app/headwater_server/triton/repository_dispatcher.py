@@ -20,11 +20,12 @@ from headwater_server.control.route_kinds import TritonKind
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, check_key, unavailable
 from headwater_server.dispatch.deployment_protocol import Dispatcher, Fail
 from headwater_server.dispatch.pool import ReplicaPool
+from headwater_server.dispatch.sequence_table import SequenceRequest, SequenceTable
 from headwater_server.errors import RETRY_AFTER_LOST_S, BadRequest, QueueFull, Unavailable
 from headwater_server.transport.address import ClientTls
 from headwater_server.transport.relay_client import RelayClient, UpstreamAnswer
 from headwater_server.triton.relayed_calls import HttpCall, RelayedCall, RelayedRequest, TritonReplica
-from headwater_server.triton.sequences import SequenceRequest, SequenceTable, SequenceTurn, sequence_of
+from headwater_server.triton.sequence_turn import SequenceTurn, sequence_of
 
 if TYPE_CHECKING:
     from headwater_server.triton.rpc_call import RpcCall
@@ -243,7 +244,7 @@ class TritonDispatcher(Dispatcher):
         if not sequence.has_state:
             yield turn
             return
-        async with self._sequences.turn(self.route.name, sequence):
+        async with self._sequences.turn(self.route.name, sequence, self.route.timeout_s):
             try:
                 yield turn
             except BaseException:

@@ -13,7 +13,7 @@ from headwater_server.errors import RETRY_AFTER_LOST_S, HeadwaterError, ReplicaL
 from headwater_server.transport.frames import open_channel
 from headwater_server.transport.relay_client import LOST
 from headwater_server.triton.relayed_calls import RelayedCall, ReplicaChoice, RpcRefused, TritonReplica
-from headwater_server.triton.sequences import SequenceTurn
+from headwater_server.triton.sequence_turn import SequenceTurn
 
 __all__ = ["RpcCall", "RpcRequest", "channel_of"]
 

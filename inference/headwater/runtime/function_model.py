@@ -11,10 +11,12 @@ from headwater.model import Model
 from headwater.runtime.tensor_options import (
     BATCH,
     EXAMPLES,
+    STATES,
     check_names,
     declared_batch,
     declared_tensors,
     set_example,
+    set_states,
 )
 
 __all__ = ["FunctionModel", "open_function"]
@@ -75,13 +77,13 @@ def open_function(
     output.
 
     The options are ``inputs``, ``outputs`` and ``arrays``, ``batch: none`` for a function of arrays without a batch
-    axis, and ``example`` and ``sizes`` (see `set_example`).
+    axis, ``states`` (see `set_states`), and ``example`` and ``sizes`` (see `set_example`).
 
     Raises:
         LoadError: an option is unknown, missing or invalid, or the function takes other arguments.
     """
     title = f"model {reference}"
-    check_names(title, options, ["inputs", "outputs", "arrays", BATCH, *EXAMPLES])
+    check_names(title, options, ["inputs", "outputs", "arrays", BATCH, STATES, *EXAMPLES])
     inputs, outputs = (declared_tensors(title, options, where) for where in ("inputs", "outputs"))
     arrays = options.get("arrays", "numpy")
     if arrays not in ("numpy", "torch"):
@@ -112,5 +114,6 @@ def open_function(
     }  # fmt: skip
     origin = {"__doc__": function.__doc__, "__module__": function.__module__}
     model: FunctionModel = type(function.__name__, (base,), {**declared, **origin})()
+    set_states(title, model, options)
     set_example(title, model, options, search)
     return model

@@ -18,6 +18,7 @@ from headwater.runtime.tensor_options import (
     BATCH,
     EXAMPLES,
     SHAPES,
+    STATES,
     WITHOUT_BATCH,
     check_names,
     corrected_shapes,
@@ -26,6 +27,7 @@ from headwater.runtime.tensor_options import (
     new_names,
     served_name,
     set_example,
+    set_states,
 )
 from headwater.runtime.values import joined_runs
 from headwater.wire.arrays import Array, as_objects
@@ -277,17 +279,18 @@ class OnnxModel(Model):
 def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()) -> OnnxModel:
     """Find an ONNX file, as `find_path` does, and make a model of it, not yet loaded.
 
-    The options are ``rename`` and ``shapes`` (see `OnnxModel`), ``batch: none`` for a file without a batch axis, and
-    ``example`` and ``sizes`` (see `set_example`).
+    The options are ``rename`` and ``shapes`` (see `OnnxModel`), ``batch: none`` for a file without a batch axis,
+    ``states`` (see `set_states`), and ``example`` and ``sizes`` (see `set_example`).
 
     Raises:
         LoadError: there is no such file, or no such option, or the file can't be served.
     """
     title = f"model onnx:{path}"
-    check_names(title, options, ["rename", SHAPES, BATCH, *EXAMPLES])
+    check_names(title, options, ["rename", SHAPES, BATCH, STATES, *EXAMPLES])
     file = find_path(title, path, search, "file")
     rename, shapes = options.get("rename"), options.get(SHAPES)
     model = OnnxModel(file, rename=rename, shapes=shapes, batch=declared_batch(title, options))
+    set_states(title, model, options)
     set_example(title, model, options, search)
     return model
 

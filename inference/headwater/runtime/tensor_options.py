@@ -6,19 +6,20 @@ import math
 import re
 import zipfile
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Literal
 
 import numpy as np
 
 from headwater.errors import DeclarationError, LoadError, Problem, did_you_mean
-from headwater.model import Model, Tensor
+from headwater.model import Model, State, Tensor
 from headwater.reference import find_path
 from headwater.signature import Signature, TensorSpec
 from headwater.wire.example_rows import example_rows
 
 __all__ = [
-    "BATCH", "EXAMPLES", "SHAPES", "WITHOUT_BATCH", "check_names", "corrected_shapes", "declared_batch",
-    "declared_tensors", "named_dimensions", "new_names", "served_name", "set_example",
+    "BATCH", "EXAMPLES", "SHAPES", "STATES", "WITHOUT_BATCH", "check_names", "corrected_shapes", "declared_batch",
+    "declared_tensors", "named_dimensions", "new_names", "served_name", "set_example", "set_states",
 ]  # fmt: skip
 
 BATCH: Final = "batch"
@@ -29,6 +30,8 @@ WITHOUT_BATCH: Final = (
 
 EXAMPLES: Final = ("example", "sizes")
 """The options that say with which values a model is warmed up."""
+STATES: Final = "states"
+"""The option that names the states of a sequence: the output that each such input gets in the next request."""
 SHAPES: Final = "shapes"
 """The option that corrects shapes which a file declares wrongly."""
 _DIMENSION: Final = re.compile(r"[A-Za-z_][\w.:/-]{0,63}")
@@ -120,6 +123,62 @@ def set_example(title: str, model: Model, options: Mapping[str, Any], search: Se
                 shape = list(spec.example_shape)
                 reason = f"options.sizes: input {spec.name!r} would have the shape {shape}, over {LARGEST_ROW} elements"
                 raise LoadError(Problem(title, reason, "choose smaller sizes"))
+
+
+def set_states(title: str, model: Model, options: Mapping[str, Any]) -> None:
+    """Give a model the states of its option ``states``: outputs by the names of the inputs that get them in the next
+    request of a sequence. States are zeros at the start of a sequence. A dimension that only one side declares as fixed
+    is fixed on both.
+
+    Args:
+        title: begins the message of an error.
+        model: the model, which must not be loaded yet.
+        options: the deployment's options.
+
+    Raises:
+        LoadError: the option has another form, names an unknown input or output, or a tensor that can't be a state.
+    """
+    if (states := options.get(STATES)) is None:
+        return
+    place = f"options.{STATES}"
+    if not isinstance(states, Mapping) or not all(isinstance(name, str) for pair in states.items() for name in pair):
+        reason = f"{place}: expected outputs by the names of inputs, got {states!r:.80}"
+        raise LoadError(Problem(title, reason, "write it such as `states: {state: new_state}`"))
+    inputs, outputs = ({tensor.name: tensor for tensor in side} for side in (model.inputs, model.outputs))
+    for kind, names, tensors in (("input", states, inputs), ("output", states.values(), outputs)):
+        for name in names:
+            if name not in tensors:
+                reason = f"{place}: there is no {kind} {name!r}; the {kind}s are {', '.join(tensors)}"
+                raise LoadError(Problem(title, f"{reason}{did_you_mean(name, list(tensors))}", "correct the name"))
+    declared = []
+    try:
+        for name, output in states.items():
+            shape = _common_shape(inputs[name], outputs[output])
+            inputs[name], outputs[output] = (
+                replace(side, shape=shape, dimensions=()) for side in (inputs[name], outputs[output])
+            )
+            declared.append(State(name, inputs[name].datatype, shape, output=output))
+        model.inputs, model.outputs = tuple(inputs.values()), tuple(outputs.values())  # type: ignore[misc]
+        model.state = declared  # type: ignore[misc]
+        Signature.of(model, name="model", max_batch_size=1)
+    except DeclarationError as error:
+        fix = f"correct `{place}`; `options.{SHAPES}` corrects dimensions that an ONNX file declares wrongly"
+        raise LoadError(Problem(title, f"{place}: {error}", fix)) from error
+
+
+def _common_shape(state: Tensor, output: Tensor) -> list[int]:
+    """The shape of two tensors, with the sizes of either in place of dimensions that vary.
+
+    Raises:
+        DeclarationError: the shapes differ.
+    """
+    pairs = list(zip(state.shape, output.shape, strict=False))
+    if len(state.shape) != len(output.shape) or any(size != other for size, other in pairs if min(size, other) > 0):
+        raise DeclarationError(
+            f"output {output.name!r}: expected the shape of input {state.name!r}, {list(state.shape)}, got "
+            f"{list(output.shape)}"
+        )
+    return [max(pair) for pair in pairs]
 
 
 def _rows(title: str, example: Any, specs: Mapping[str, TensorSpec], search: Sequence[str]) -> Mapping[str, Any]:

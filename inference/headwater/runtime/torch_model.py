@@ -17,10 +17,12 @@ from headwater.runtime.module_state import STATEFUL, asks_stateful, changed, cop
 from headwater.runtime.tensor_options import (
     BATCH,
     EXAMPLES,
+    STATES,
     check_names,
     declared_batch,
     declared_tensors,
     set_example,
+    set_states,
 )
 
 if TYPE_CHECKING:
@@ -175,7 +177,8 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
 
     The options of a file of torch.export are ``rename`` (see `ExportedModel`) and ``compile``; the options of a
     TorchScript file are ``inputs``, ``outputs`` and ``parameters`` (see `ScriptModel`). Both have ``stateful``,
-    ``batch: none`` for a file without a batch axis, and ``example`` and ``sizes`` (see `set_example`).
+    ``batch: none`` for a file without a batch axis, ``states`` (see `set_states`), and ``example`` and ``sizes`` (see
+    `set_example`).
 
     Raises:
         LoadError: there is no such file, or no such option, or the file can't be served.
@@ -185,19 +188,20 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
     kind = _kind(title, file)
     check_installed(title, "torch", "torch")
     if kind == "exported":
-        check_names(title, options, ["rename", BATCH, STATEFUL, COMPILE, *EXAMPLES])
+        check_names(title, options, ["rename", BATCH, STATEFUL, COMPILE, STATES, *EXAMPLES])
         model: Model = ExportedModel(
             file,
             rename=options.get("rename"),
             batch=declared_batch(title, options),
             is_stateful=asks_stateful(title, options),
         )
+        set_states(title, model, options)
         set_example(title, model, options, search)
         return model
     if COMPILE in options:
         reason = f"options.{COMPILE}: torch.compile doesn't take TorchScript"
         raise LoadError(Problem(title, reason, f"remove `options.{COMPILE}`, or {_TRY_EXPORT}"))
-    check_names(title, options, ["inputs", "outputs", "parameters", BATCH, STATEFUL, *EXAMPLES])
+    check_names(title, options, ["inputs", "outputs", "parameters", BATCH, STATEFUL, STATES, *EXAMPLES])
     inputs, outputs = (declared_tensors(title, options, where) for where in ("inputs", "outputs"))
     values = options.get("parameters", {})
     if not isinstance(values, Mapping):
@@ -211,6 +215,7 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
         batch=declared_batch(title, options),
         is_stateful=asks_stateful(title, options),
     )
+    set_states(title, model, options)
     set_example(title, model, options, search)
     return model
 

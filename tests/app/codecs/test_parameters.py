@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from headwater.errors import DeclarationError
-from headwater.model import Model, Parameter, Scalar, Tensor
+from headwater.model import Model, Parameter, Scalar, State, Tensor
 from headwater.signature import Signature
 from headwater_server.codecs.parameters import RequestParameters
 from headwater_server.errors import BadRequest
@@ -59,3 +59,41 @@ def test_the_declarations_own_words_do_not_matter(
 
     monkeypatch.setattr(Parameter, "check", reworded)
     assert refused(name, value) == message
+
+
+class Remembers(Model):
+    """Keeps a state."""
+
+    inputs = Tuned.inputs
+    outputs = Tuned.outputs
+    state = (State("h", "FP32", [1]),)
+
+    def __call__(self, *, x: Any, h: Any) -> Any:
+        """Not called."""
+
+
+def sequence_parameters() -> RequestParameters:
+    return RequestParameters(Signature.of(Remembers(), name="m", max_batch_size=1), binary=False)
+
+
+@pytest.mark.parametrize("id", [1, 2**64 - 1, "a", "x" * 128])
+def test_a_request_of_a_sequence(id: int | str) -> None:
+    parameters = sequence_parameters()
+    request = parameters.request(None)
+    parameters.take({"sequence_id": id, "sequence_start": True}, request)
+    assert (request.sequence_id, request.starts_sequence, request.ends_sequence) == (id, True, False)
+    parameters.take({"sequence_end": True}, request)
+    assert request.ends_sequence
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**64, 1.5, True, None, "", "x" * 129, [1]])
+def test_an_id_of_a_sequence_that_is_none(value: object) -> None:
+    parameters = sequence_parameters()
+    with pytest.raises(
+        BadRequest, match=r"parameters\.sequence_id: expected an integer from 1 on, or a text of 1 to 128"
+    ):
+        parameters.take({"sequence_id": value}, parameters.request(None))
+
+
+def test_sequences_need_states() -> None:
+    assert "parameters.sequence_id: not supported by this server" in refused("sequence_id", 1)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -92,7 +93,12 @@ class Bench:
     """A dispatcher with replicas of the test's own."""
 
     def __init__(
-        self, signature: Signature = NUMBERS, replicas: int = 1, budget: QueueBudget | None = None, **route: Any
+        self,
+        signature: Signature = NUMBERS,
+        replicas: int = 1,
+        budget: QueueBudget | None = None,
+        sequences: Path | None = None,
+        **route: Any,
     ) -> None:
         self.replicas: dict[str, Replica] = {}
         self.route = DeploymentRoute(
@@ -104,7 +110,9 @@ class Bench:
         )
         self.quarantined: list[bytes] = []
         self.losses: list[ReplicaLoss] = []
-        self.dispatcher = ModelDispatcher(self.route, self.connect, self.quarantined.append, budget, self.losses.append)
+        self.dispatcher = ModelDispatcher(
+            self.route, self.connect, self.quarantined.append, budget, self.losses.append, sequences
+        )
 
     def connect(self, name: str, route: ReplicaRoute) -> Replica:
         self.replicas[route.id] = Replica()

@@ -23,7 +23,7 @@ from headwater.runtime.loader import load_model
 from headwater.runtime.onnx_model import CPU, CUDA, OnnxModel, open_model
 from headwater.runtime.runner import Runner
 from headwater.runtime.step import Given, Step
-from headwater.signature import Signature, TensorSpec
+from headwater.signature import Signature, StateSpec, TensorSpec
 from headwater.wire.arrays import Array, as_objects
 from headwater.wire.report import Status
 from tests.pipelines import Request
@@ -359,6 +359,38 @@ def test_without_a_batch_axis_a_file_is_served_as_it_is(detector: Path) -> None:
         found = model(x=x, h=h, rate=rate.reshape(1))
         np.testing.assert_array_equal(found["next_h"], expected[0])
         np.testing.assert_array_equal(found["score"], expected[1])
+
+
+def test_an_output_is_the_state_of_the_next_request(detector: Path) -> None:
+    its = signature(loaded(detector, batch="none", states={"h": "next_h"}, example={"x": [[1, 2, 3]]}))
+    assert its.states == (StateSpec("h", "next_h", "FP32", (1, 1, 3), 0),)
+    assert [spec.name for spec in its.public.inputs] == ["x", "rate"]
+    assert [spec.name for spec in its.public.outputs] == ["score"]
+    assert its.example_row() == {"x": [[1, 2, 3]], "h": [[[0, 0, 0]]], "rate": [0]}
+
+
+def test_a_dimension_of_a_state_that_one_side_fixes_is_fixed(write: Write) -> None:
+    add = helper.make_node("Add", ["h", "x"], ["y"])
+    path = write([add], [("x", FLOAT, ["n", 4]), ("h", FLOAT, ["n", "k"])], [("y", FLOAT, ["n", 4])])
+    assert signature(loaded(path, states={"h": "y"})).states == (StateSpec("h", "y", "FP32", (4,), 0),)
+
+
+@pytest.mark.parametrize(
+    ("states", "message"),
+    [
+        (["h"], "options.states: expected outputs by the names of inputs, got"),
+        ({"g": "next_h"}, "options.states: there is no input 'g'; the inputs are x, h, rate"),
+        ({"h": "nexth"}, "options.states: there is no output 'nexth'.*did you mean `next_h`"),
+        ({"x": "next_h"}, r"options.states: output 'next_h': expected the shape of input 'x', \[-1, 3\], got"),
+        (
+            {"rate": "next_h"},
+            r"options.states: output 'next_h': expected the shape of input 'rate', \[1\], got \[1, 1, 3\]",
+        ),
+    ],
+)
+def test_states_that_the_file_does_not_have(detector: Path, states: Any, message: str) -> None:
+    with pytest.raises(LoadError, match=message):
+        loaded(detector, batch="none", states=states)
 
 
 def test_a_shape_that_the_file_declares_wrongly_is_corrected(write: Write) -> None:

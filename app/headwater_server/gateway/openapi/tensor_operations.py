@@ -11,8 +11,8 @@ import numpy as np
 
 from headwater.datatypes import DATATYPES
 from headwater.signature import Signature, TensorSpec
-from headwater_server.codecs.infer_request import example_body, json_example
-from headwater_server.codecs.parameters import RequestId
+from headwater_server.codecs.infer_request import SEQUENCE_EXAMPLE, example_body, json_example
+from headwater_server.codecs.parameters import MAX_SEQUENCE_ID, RequestId
 from headwater_server.gateway.openapi.operations import (
     EVENTS,
     INTEGER,
@@ -35,12 +35,25 @@ _OMISSIONS: Final = {
     "additionalProperties": STRING,
 }
 """Schema of an answer's ``parameters``."""
+_SEQUENCE_SCHEMAS: Final = {
+    "sequence_id": {
+        "description": "The sequence that the request belongs to; required",
+        "anyOf": [
+            {"type": "integer", "minimum": 1},
+            {"type": "string", "minLength": 1, "maxLength": MAX_SEQUENCE_ID},
+        ],
+    },
+    "sequence_start": {**_BOOLEAN, "description": "Whether the sequence begins, with the initial states"},
+    "sequence_end": {**_BOOLEAN, "description": "Whether the sequence ends with this request"},
+}
+"""The parameters of requests to a model with states."""
 _LARGEST_EXAMPLE: Final = 100
 """If an input has more elements, ``generate`` gets no generated example."""
 
 
 def tensor_operations(signature: Signature) -> dict[str, dict[str, Any]]:
     """The operations that the model has, by route: ``infer``, ``generate`` and ``generate_stream``."""
+    signature = signature.public
     infer = {} if signature.streams else {"infer": _infer_operation(signature)}
     return infer | _generate_operations(signature)
 
@@ -112,6 +125,8 @@ def _generate_operations(signature: Signature) -> dict[str, dict[str, Any]]:
         body["example"] = {name: _bare(value) for name, value in row.items()}
         if len(in_json) < len(signature.heads):
             body["example"]["heads"] = in_json
+        if signature.states:
+            body["example"] |= SEQUENCE_EXAMPLE
     name = signature.name
     summary = f"Ask {name} about one row"
     description = f"{signature.description}\n\nInputs: {_described(signature.inputs)}, of which this takes one row: "
@@ -213,6 +228,8 @@ def _parameter_schemas(signature: Signature) -> dict[str, Any]:
         "priority": {"type": "integer", "minimum": 0, "description": "1 is the most urgent; 0 is the default"},
         "timeout": {"type": "integer", "minimum": 0, "description": "Deadline of this request in microseconds"},
     }
+    if signature.states:
+        schemas |= _SEQUENCE_SCHEMAS
     if signature.heads:
         names = [head.name for head in signature.heads]
         schemas["heads"] = {

@@ -232,7 +232,7 @@ def _environments(replicas: Iterable[ReplicaRoute]) -> list[dict[str, Any]]:
 
 
 def _metadata(model: ServedModel, versions: list[str]) -> dict[str, Any]:
-    signature = model.dispatcher.check_ready()
+    signature = model.dispatcher.check_ready().public
 
     def tensor(spec: TensorSpec) -> dict[str, Any]:
         labels = {"labels": list(spec.labels)} if spec.labels else {}
@@ -250,8 +250,19 @@ def _metadata(model: ServedModel, versions: list[str]) -> dict[str, Any]:
 
 
 def _config(model: ServedModel) -> dict[str, Any]:
-    signature = model.dispatcher.check_ready()
+    signature = model.dispatcher.check_ready().public
     route = model.route
+    batching = {
+        "preferred_batch_size": [signature.max_batch_size],
+        "max_queue_delay_microseconds": int(route.max_queue_delay_ms * 1000),
+    }
+    states = [
+        {
+            "input_name": state.input, "output_name": state.output, "data_type": DATATYPES[state.datatype].config,
+            "dims": list(state.shape),
+        }
+        for state in signature.states
+    ]  # fmt: skip
 
     def tensor(spec: TensorSpec) -> dict[str, Any]:
         return {"name": spec.name, "data_type": DATATYPES[spec.datatype].config, "dims": list(spec.shape)}
@@ -267,10 +278,7 @@ def _config(model: ServedModel) -> dict[str, Any]:
         ],
         "output": [tensor(spec) for spec in signature.outputs],
         **({"model_transaction_policy": {"decoupled": True}} if signature.streams else {}),
-        "dynamic_batching": {
-            "preferred_batch_size": [signature.max_batch_size],
-            "max_queue_delay_microseconds": int(route.max_queue_delay_ms * 1000),
-        },
+        **({"sequence_batching": {"state": states}} if states else {"dynamic_batching": batching}),
         "instance_group": [
             {
                 "name": replica.id,

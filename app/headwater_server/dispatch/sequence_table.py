@@ -1,8 +1,6 @@
-"""Sequences of the models of a repository: which replica has which, over all workers.
+"""The open sequences of all deployments, and which replica has a sequence, in a table that all workers share.
 
-Source: Triton's sequence extension. A sequence whose model keeps its own state stays with the replica that it began at.
-The implicit states of other sequences are kept in files that all replicas of the deployment read
-(`headwater.triton.sequence_state`), so that any replica takes their next step.
+Source: Triton's sequence extension.
 """
 
 from __future__ import annotations
@@ -19,11 +17,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from headwater.wire.sequence_step import MOVED, STEP
-from headwater_server.errors import BadRequest, Conflict, QueueFull
+import anyio
+
+from headwater_server.errors import BadRequest, DeadlineExceeded, QueueFull
 from headwater_server.file_lock import briefly_locked
 
-__all__ = ["SequenceRequest", "SequenceTable", "SequenceTurn", "sequence_of"]
+__all__ = ["SequenceRequest", "SequenceTable"]
 
 IDLE_S: Final = 3600.0
 """Seconds after its last request in which a sequence is kept, if its place is wanted."""
@@ -46,16 +45,7 @@ class SequenceRequest(NamedTuple):
     is_start: bool
     is_end: bool
     has_state: bool
-    """Whether the model has implicit states."""
-
-
-def sequence_of(model: str, parameters: Mapping[str, Any], *, has_state: bool) -> SequenceRequest | None:
-    """What a request's parameters say of its sequence; None: it belongs to none, or Triton refuses it."""
-    id = parameters.get("sequence_id")
-    if not id or isinstance(id, bool) or not isinstance(id, (int, str)):
-        return None
-    start, end = parameters.get("sequence_start", False), parameters.get("sequence_end", False)
-    return SequenceRequest(model, id, start is True, end is True, has_state)
+    """Whether the sequence's states are kept outside the model, so that any replica can take its next request."""
 
 
 class _SequencePlace(NamedTuple):
@@ -68,7 +58,7 @@ class _SequencePlace(NamedTuple):
 
 
 class SequenceTable:
-    """The sequences of all repositories, shared by all workers of a server.
+    """The open sequences of all deployments, shared by all workers of a server.
 
     Args:
         path: the table's file, created if missing; None: this process has the table alone.
@@ -93,16 +83,31 @@ class SequenceTable:
         self._turns: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
 
     @contextlib.asynccontextmanager
-    async def turn(self, deployment: str, request: SequenceRequest) -> AsyncIterator[None]:
-        """A context in which no other request of a sequence is sent, by any worker."""
+    async def turn(self, deployment: str, request: SequenceRequest, timeout_s: float) -> AsyncIterator[None]:
+        """A context in which no other request of a sequence is sent, by any worker.
+
+        Raises:
+            DeadlineExceeded: the requests before took longer than ``timeout_s``.
+        """
         digest = _digest(deployment, request)
-        async with self._turns.setdefault(digest, asyncio.Lock()):
-            while not self._take(digest):  # noqa: ASYNC110 - another process has it
+        lock = self._turns.setdefault(digest, asyncio.Lock())
+        try:
+            with anyio.fail_after(timeout_s):
+                await lock.acquire()
+        except TimeoutError:
+            raise _late(request, timeout_s) from None
+        try:
+            give_up_s = time.monotonic() + timeout_s
+            while not self._take(digest):  # another process has it
+                if time.monotonic() > give_up_s:
+                    raise _late(request, timeout_s)
                 await asyncio.sleep(TURN_EVERY_S)
             try:
                 yield
             finally:
                 self._leave(digest)
+        finally:
+            lock.release()
 
     def _take(self, digest: bytes) -> bool:
         with briefly_locked(self._handle):
@@ -210,6 +215,11 @@ class SequenceTable:
         _ENTRY.pack_into(self._cells, offset, digest, replica, steps, self._clock(), holder)
 
 
+def _late(request: SequenceRequest, timeout_s: float) -> DeadlineExceeded:
+    text = f"the deadline of {timeout_s:g} s passed while an earlier request of sequence {request.id} was computed"
+    return DeadlineExceeded(text)
+
+
 def _bucket(digest: bytes) -> range:
     start = int.from_bytes(digest[:4], "little") % BUCKETS * WAYS * _ENTRY.size
     return range(start, start + WAYS * _ENTRY.size, _ENTRY.size)
@@ -226,74 +236,3 @@ def _digest(deployment: str, request: SequenceRequest) -> bytes:
 
 def _short(replica: str) -> bytes:
     return hashlib.blake2b(replica.encode(), digest_size=8).digest()
-
-
-class SequenceTurn:
-    """A request of a sequence while it is sent, maybe to several replicas one after another.
-
-    Args:
-        table: has the sequences.
-        deployment: the name of the deployment.
-        request: what the request says of its sequence.
-    """
-
-    def __init__(self, table: SequenceTable, deployment: str, request: SequenceRequest) -> None:
-        self._table = table
-        self._deployment = deployment
-        self.request = request
-        self._number = 0
-        """The request's number in its sequence; 0: not known yet."""
-        self._is_moved = False
-
-    def owner(self, replicas: Mapping[str, Any]) -> str | None:
-        """The id of the replica that must get the request; None: any replica may.
-
-        Args:
-            replicas: the replicas that can be reached, by id.
-
-        Raises:
-            BadRequest: see `SequenceTable.replica_of`.
-            Conflict: the replica with the sequence has ended, and the sequence's state with it.
-        """
-        if self.request.is_start:
-            return None
-        owner = self._table.replica_of(self._deployment, self.request, replicas)
-        if owner is None and not self.request.has_state:
-            self._table.end(self._deployment, self.request)
-            raise Conflict(
-                f"sequence {self.request.id} of model `{self.request.model}` is lost: the replica that had its state "
-                "has ended; begin it again with sequence_start"
-            )
-        return owner
-
-    def note(self, replica: str, *, is_owner: bool) -> None:
-        """Note the replica that gets the request. Raises as `SequenceTable.begin` and `replica_of`."""
-        if self.request.is_start:
-            self._table.begin(self._deployment, self.request, replica)
-            self._number = 1
-            return
-        self._is_moved = not is_owner
-        if self._number:
-            self._table.move(self._deployment, self.request, replica)
-        else:
-            self._number = self._table.step(self._deployment, self.request, replica)
-
-    def end(self) -> None:
-        """Note that the request was answered."""
-        if self.request.is_end:
-            self._table.end(self._deployment, self.request)
-
-    def give_up(self) -> None:
-        """Note that the request was not answered, and so has no effect: the next request of the sequence has its
-        number, and starts from the states before it."""
-        if self._number:
-            self._table.take_back(self._deployment, self.request, self._number)
-
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        """What the request's parameters must say beyond what they say already. Triton takes a request of a sequence
-        that it doesn't know only as its first."""
-        if not self.request.has_state:
-            return {}
-        moved = {"sequence_start": True, MOVED: True} if self._is_moved else {}
-        return {STEP: self._number, **moved}

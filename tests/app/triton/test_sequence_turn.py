@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from pathlib import Path
 
 import pytest
@@ -11,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater.wire.sequence_step import MOVED, STEP
-from headwater_server.errors import BadRequest, Conflict, QueueFull
-from headwater_server.triton import sequences
-from headwater_server.triton.sequences import SequenceRequest, SequenceTable, SequenceTurn, sequence_of
+from headwater_server.dispatch.sequence_table import SequenceRequest, SequenceTable
+from headwater_server.errors import BadRequest, Conflict
+from headwater_server.triton.sequence_turn import SequenceTurn, sequence_of
 
 A, B = "models-1", "models-2"
 REPLICAS = {A: None, B: None}
@@ -81,27 +79,6 @@ class TestTable:
         with pytest.raises(BadRequest, match="must specify the START flag"):
             sent(table, request_of(), B, among={B: None})
 
-    def test_too_many_sequences(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sequences, "BUCKETS", 1)
-        now = 0.0
-        table = SequenceTable(clock=lambda: now)
-        for id in range(1, sequences.WAYS + 1):
-            sent(table, request_of(id, start=True), A)
-        with pytest.raises(QueueFull, match="too many sequences"):
-            sent(table, request_of(99, start=True), A)
-        sent(table, request_of(1, start=True), A)  # it has its place
-        now = sequences.IDLE_S + 1
-        sent(table, request_of(2), A)
-        for id in range(100, 100 + sequences.WAYS - 1):
-            sent(table, request_of(id, start=True), A)
-        sent(table, request_of(2), A)
-
-    def test_a_hundred_thousand_sequences(self) -> None:
-        table = SequenceTable()
-        for id in range(1, 100_001):
-            table.begin("d", request_of(id), A)
-        assert all(table.replica_of("d", request_of(id), REPLICAS) == A for id in range(1, 100_001, 997))
-
     @given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans(), st.sampled_from([A, B])), max_size=40))
     def test_a_table_is_a_dictionary(self, requests: list[tuple[int, bool, bool, str]]) -> None:
         table = SequenceTable()
@@ -154,27 +131,3 @@ class TestTurns:
         turn = SequenceTurn(SequenceTable(), "d", request_of(start=True))
         turn.note(A, is_owner=False)
         assert turn.parameters == {}
-
-    @pytest.mark.parametrize("pids", [(1, 1), (1, os.getpid())], ids=["one worker", "two workers"])
-    async def test_requests_of_a_sequence_wait_for_each_other(self, tmp_path: Path, pids: tuple[int, int]) -> None:
-        workers = [SequenceTable(tmp_path / "sequences", pid=pid) for pid in pids]
-        first = request_of(start=True, state=True)
-        async with workers[0].turn("d", first):
-            sent(workers[0], first, A)
-        inside = 0
-
-        async def ask(worker: SequenceTable) -> None:
-            nonlocal inside
-            async with worker.turn("d", request_of(state=True)):
-                inside += 1
-                await asyncio.sleep(0)
-                assert inside == 1
-                inside -= 1
-
-        await asyncio.gather(*(ask(workers[number % len(set(pids))]) for number in range(20)))
-
-    async def test_a_worker_that_has_ended_is_not_waited_for(self, tmp_path: Path) -> None:
-        ended, other = (SequenceTable(tmp_path / "sequences", pid=pid) for pid in (2**30, os.getpid()))
-        sent(ended, request_of(start=True, state=True), A)
-        async with other.turn("d", request_of(state=True)):
-            pass
