@@ -120,7 +120,7 @@ def running() -> Iterator[Running]:
     detector = next(file for file in FILES if file.path == VAD)
     options = {"model": f"onnx:{packages() / VAD}", "options": dict(detector.options), "threads": 1}
     deployments["twins"] = {**options, "replicas": 2}
-    states = {**detector.options, "states": {"state": "stateN"}}
+    states = {**detector.options, "shapes": {"state": [2, 1, 128]}, "states": {"state": "stateN"}}
     deployments["keeper"] = {**options, "options": states, "replicas": 2}
     with serve({"deployments": deployments}) as running:
         yield running
