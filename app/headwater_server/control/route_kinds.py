@@ -97,6 +97,8 @@ class TritonKind(_Facts, frozen=True, tag="triton"):
     max_requests: int = 1024
     header_pattern: str = ""
     """See `headwater_server.config.triton_options.TritonOptions`."""
+    load_timeout_s: float = 600
+    """Seconds in which each replica must answer a load or unload of a model."""
 
 
 class GraphKind(_Facts, frozen=True, tag="graph"):

@@ -84,7 +84,9 @@ _PROGRAMS: Final[Mapping[DeploymentKind, KindProgram]] = {
     ),
     TRITON: KindProgram(
         lambda deployment, adapter_loads: TritonKind(
-            deployment.checked_options["max_requests"], deployment.checked_options["header_pattern"]
+            deployment.checked_options["max_requests"],
+            deployment.checked_options["header_pattern"],
+            deployment.load_timeout_s,
         ),
         module="headwater_server.repository.triton_host",
         preloads=False,

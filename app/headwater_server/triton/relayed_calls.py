@@ -15,13 +15,15 @@ from headwater_server.transport.relay_client import RelayClient, UpstreamAnswer
 from headwater_server.triton.request_json import with_parameters
 from headwater_server.triton.sequence_turn import SequenceTurn
 
-__all__ = ["HttpCall", "RelayedCall", "RelayedRequest", "ReplicaChoice", "RpcRefused", "TritonReplica"]
+__all__ = ["HttpCall", "RelayedCall", "RelayedRequest", "ReplicaChoice", "RpcRefused", "TritonAnswer", "TritonReplica"]
 
 TRIES: Final = 2
 """Number of replicas that a request may be offered to. Only a request that no replica got is offered again: whether a
 model may compute a request twice is not known."""
 STATE_TRIES: Final = 4
 """The same for a request of a sequence with implicit state, which has the same effect if it is computed twice."""
+_ANSWER_HEADERS: Final = frozenset({b"content-type", b"inference-header-content-length", b"allow"})
+"""The headers of Triton's answers that clients get."""
 
 _Answer = TypeVar("_Answer")
 
@@ -52,6 +54,21 @@ class RelayedRequest(NamedTuple):
         is_infer = self.path.endswith("/infer")
         body, length = with_parameters(self.body, self.header_length, more, are_fields=not is_infer)
         return self._replace(body=body, header_length=length)
+
+
+class TritonAnswer(NamedTuple):
+    """An answer of Triton."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    """The headers that clients get."""
+    body: bytes
+
+    @classmethod
+    def of(cls, upstream: UpstreamAnswer, body: bytes) -> TritonAnswer:
+        """The answer of a connection, with its body."""
+        headers = [header for header in upstream.headers if header[0] in _ANSWER_HEADERS]
+        return cls(upstream.status, headers, body)
 
 
 class RpcRefused(Exception):

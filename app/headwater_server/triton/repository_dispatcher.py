@@ -11,7 +11,7 @@ import contextlib
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from headwater_server.codecs.tensors import InferRequest
 from headwater_server.control.load import Moment
@@ -23,14 +23,15 @@ from headwater_server.dispatch.pool import ReplicaPool
 from headwater_server.dispatch.sequence_table import SequenceRequest, SequenceTable
 from headwater_server.errors import RETRY_AFTER_LOST_S, BadRequest, QueueFull, Unavailable
 from headwater_server.transport.address import ClientTls
-from headwater_server.transport.relay_client import RelayClient, UpstreamAnswer
-from headwater_server.triton.relayed_calls import HttpCall, RelayedCall, RelayedRequest, TritonReplica
+from headwater_server.transport.relay_client import RelayClient
+from headwater_server.triton.model_change import change_model
+from headwater_server.triton.relayed_calls import HttpCall, RelayedCall, RelayedRequest, TritonAnswer, TritonReplica
 from headwater_server.triton.sequence_turn import SequenceTurn, sequence_of
 
 if TYPE_CHECKING:
     from headwater_server.triton.rpc_call import RpcCall
 
-__all__ = ["TritonAnswer", "TritonDispatcher"]
+__all__ = ["TritonDispatcher"]
 
 MAX_NAME: Final = 100
 """Longest name of a header that is passed on, in characters."""
@@ -41,20 +42,8 @@ _KEPT_BACK: Final = frozenset({
 """Headers that are not passed on: of the connection, of the body's form, and the gateway's keys."""
 _EVENT_END: Final = b"\n\n"
 _DATA: Final = b"data: "
-_ANSWER_HEADERS: Final = frozenset({b"content-type", b"inference-header-content-length", b"allow"})
-"""The headers of Triton's answers that clients get."""
-
 
 C = TypeVar("C", bound=RelayedCall)
-
-
-class TritonAnswer(NamedTuple):
-    """An answer of Triton."""
-
-    status: int
-    headers: list[tuple[bytes, bytes]]
-    """The headers that clients get."""
-    body: bytes
 
 
 class TritonDispatcher(Dispatcher):
@@ -177,7 +166,7 @@ class TritonDispatcher(Dispatcher):
                 upstream, body = await call.answer(request)
                 if turn is not None and upstream.status == 200:
                     turn.end()
-                return TritonAnswer(upstream.status, _kept(upstream), body)
+                return TritonAnswer.of(upstream, body)
 
     async def events(
         self, request: RelayedRequest, key: str = "", sequence: SequenceRequest | None = None
@@ -209,7 +198,7 @@ class TritonDispatcher(Dispatcher):
                 if turn is not None and upstream.status == 200:
                     turn.end()
                 if not is_stream:
-                    yield TritonAnswer(upstream.status, _kept(upstream), rest)
+                    yield TritonAnswer.of(upstream, rest)
 
     @contextlib.asynccontextmanager
     async def rpc(
@@ -260,27 +249,17 @@ class TritonDispatcher(Dispatcher):
             self._calls.discard(call)
             call.end()
 
-    async def ask_all(self, request: RelayedRequest) -> TritonAnswer:
-        """Send a request to all replicas that get requests, one after another. Returns the answer of the first that
-        refuses, or else of the last.
+    async def change_model(self, model: str, request: RelayedRequest) -> TritonAnswer:
+        """Have all replicas that get requests load or unload a model; see `change_model`.
 
         Raises:
-            HeadwaterError: no requests are accepted now, or a replica is lost.
+            HeadwaterError: no requests are accepted now; or see `change_model`.
         """
         self.check_ready()
-        answer: TritonAnswer | None = None
-        for replica in list(self._pool.eligible()):
-            upstream = await replica.client.connect()
-            try:
-                await upstream.send(request.method, request.path, request.body, request.headers, request.content_type)
-                answer = TritonAnswer(upstream.status, _kept(upstream), await upstream.whole())
-            finally:
-                upstream.release()
-            if answer.status != 200:
-                break
-        if answer is None:
+        replicas = self._pool.eligible()
+        if not replicas:
             raise unavailable(self.route)
-        return answer
+        return await change_model(model, request, replicas, self.kind.load_timeout_s)
 
     # Of calls
 
@@ -346,7 +325,3 @@ class TritonDispatcher(Dispatcher):
     def _names(self) -> tuple[str, ...]:
         signature = self.signature
         return () if signature is None or signature.triton is None else signature.triton.models
-
-
-def _kept(upstream: UpstreamAnswer) -> list[tuple[bytes, bytes]]:
-    return [header for header in upstream.headers if header[0] in _ANSWER_HEADERS]

@@ -143,7 +143,9 @@ class TritonStandIn:
 def repository_route(replicas: dict[str, TritonStandIn], **fields: Any) -> DeploymentRoute:
     """The deployment ``models``, ready on these replicas."""
     routes = tuple(ReplicaRoute(name, f"unix:{replica.path}", "") for name, replica in replicas.items())
-    kind = TritonKind(fields.pop("max_requests", 100), fields.pop("header_pattern", ""))
+    kind = TritonKind(
+        fields.pop("max_requests", 100), fields.pop("header_pattern", ""), fields.pop("load_timeout_s", 60.0)
+    )
     values: dict[str, Any] = {"timeout_s": 10.0, "kind": kind, **fields}
     return DeploymentRoute(
         "models", values.pop("state", State.READY), "", values.pop("signature", SIGNATURE), routes, **values

@@ -26,8 +26,8 @@ from headwater_server.errors import (
     ReplicaUnreachable,
     Unavailable,
 )
-from headwater_server.triton.relayed_calls import RelayedRequest
-from headwater_server.triton.repository_dispatcher import TritonAnswer, TritonDispatcher
+from headwater_server.triton.relayed_calls import RelayedRequest, TritonAnswer
+from headwater_server.triton.repository_dispatcher import TritonDispatcher
 from tests.app.serving import until
 from tests.app.triton.stand_in import (
     INFER,
@@ -224,14 +224,6 @@ class TestReplicas:
                 await bench.dispatcher.ask(INFER)
             assert caught.value.status == 503
 
-    async def test_a_command_goes_to_each_replica(self) -> None:
-        command = RelayedRequest("POST", "/v2/repository/models/m/load", b"{}")
-        async with benched("a", "b", "c") as bench:
-            assert (await bench.dispatcher.ask_all(command)).status == 200
-            assert bench.counts() == [1, 1, 1]
-            bench.replicas["a"].script = answers(b"refused", 400)
-            assert (await bench.dispatcher.ask_all(command)).body == b"refused"
-
 
 class TestLimits:
     async def test_a_deadline_ends_the_request(self) -> None:
@@ -271,7 +263,9 @@ class TestLimits:
     async def test_a_deployment_that_drains_refuses_requests(self) -> None:
         async with benched(state=State.DRAINING) as bench:
             dispatcher = bench.dispatcher
-            for ask in (lambda: dispatcher.ask(INFER), lambda: dispatcher.ask_all(INFER), lambda: collected(bench)):
+            for ask in (
+                lambda: dispatcher.ask(INFER), lambda: dispatcher.change_model("m", INFER), lambda: collected(bench)
+            ):  # fmt: skip
                 with pytest.raises(HeadwaterError) as caught:
                     await ask()
                 assert caught.value.status == 503
@@ -433,9 +427,9 @@ class TestEnd:
     @pytest.mark.parametrize("state", [State.LOADING, State.READY, State.UNAVAILABLE, State.FAILED])
     async def test_a_route_without_replicas_is_unavailable(self, state: State) -> None:
         dispatcher = TritonDispatcher(repository_route({}, state=state))
-        for ask in (dispatcher.ask, dispatcher.ask_all):
+        for asked in (dispatcher.ask(INFER), dispatcher.change_model("m", INFER)):
             with pytest.raises(HeadwaterError) as caught:
-                await ask(INFER)
+                await asked
             assert caught.value.status == 503
         assert dispatcher.in_flight == 0
         dispatcher.close()

@@ -17,8 +17,8 @@ from headwater_server.gateway.models import Models, ServedModel
 from headwater_server.gateway.routes.streams import open_stream
 from headwater_server.lm.openai_answer import Event
 from headwater_server.telemetry.recorder import accept
-from headwater_server.triton.relayed_calls import RelayedRequest
-from headwater_server.triton.repository_dispatcher import TritonAnswer, TritonDispatcher
+from headwater_server.triton.relayed_calls import RelayedRequest, TritonAnswer
+from headwater_server.triton.repository_dispatcher import TritonDispatcher
 from headwater_server.triton.request_json import check_depth, sequence_parameters
 
 __all__ = ["RelayedMetadata", "answer_relayed", "change_repository", "repository_index", "repository_statistics"]
@@ -175,7 +175,7 @@ async def change_repository(dispatcher: TritonDispatcher, name: str, action: str
         body: the request's body.
 
     Raises:
-        HeadwaterError: a replica can't be reached.
+        HeadwaterError: see `TritonDispatcher.change_model`.
     """
     path = f"/v2/repository/models/{quote(name, safe=_SAFE)}/{action}"
-    return _reply(await dispatcher.ask_all(RelayedRequest("POST", path, body or b"{}")))
+    return _reply(await dispatcher.change_model(name, RelayedRequest("POST", path, body or b"{}")))
