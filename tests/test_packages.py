@@ -23,7 +23,7 @@ MAY_IMPORT = {
         "lm": "dispatch codecs control telemetry transport",
         "vllm": "lm dispatch codecs control telemetry transport",
         "triton": "dispatch codecs control telemetry transport",
-        "repository": "binder process",
+        "repository": "binder control process",
         "gateway": "config control codecs security telemetry dispatch lm vllm triton",
         "cluster": "config control process security supervisor telemetry transport",
         "supervisor": "config control process security telemetry",

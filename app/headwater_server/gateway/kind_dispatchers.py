@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from headwater_server.control.messages import ReplicaLoss
+from headwater_server.control.model_commands import ModelCommands
 from headwater_server.control.route_kinds import (
     GraphKind,
     Kind,
@@ -32,6 +33,10 @@ from headwater_server.vllm.vllm_model import VllmDispatcher
 __all__ = ["Parts", "make_dispatcher"]
 
 
+SEQUENCES: Final = "sequences"
+"""The file of the sequences of all repositories, in the server's folder."""
+
+
 class Parts(NamedTuple):
     """What dispatchers are made of."""
 
@@ -47,8 +52,8 @@ class Parts(NamedTuple):
     """See `headwater_server.gateway.models.Models.on_quarantined`."""
     on_lost: Callable[[ReplicaLoss], None]
     """See `headwater_server.gateway.models.Models.on_lost`."""
-    sequences: Path | None
-    """The file of the open sequences, shared by all workers; None: this worker has them alone."""
+    folder: Path | None
+    """The server's folder, for what all workers share of sequences and repositories; None: this worker is alone."""
 
 
 def make_dispatcher(route: DeploymentRoute, parts: Parts) -> Dispatcher:
@@ -60,14 +65,22 @@ def _tensors(route: DeploymentRoute, parts: Parts) -> Dispatcher:
     def on_quarantined(fingerprint: bytes) -> None:
         parts.on_quarantined(route.name, fingerprint)
 
-    return ModelDispatcher(route, parts.connect, on_quarantined, parts.budget, parts.on_lost, parts.sequences)
+    sequences = None if parts.folder is None else parts.folder / SEQUENCES
+    return ModelDispatcher(route, parts.connect, on_quarantined, parts.budget, parts.on_lost, sequences)
+
+
+def _repository(route: DeploymentRoute, parts: Parts) -> Dispatcher:
+    folder = parts.folder
+    sequences = SequenceTable(None if folder is None else folder / SEQUENCES)
+    commands = None if folder is None else ModelCommands(folder, route.name)
+    return TritonDispatcher(route, parts.tls, parts.on_lost, sequences, commands)
 
 
 _MADE: Final[Mapping[type[Kind], Callable[[DeploymentRoute, Parts], Dispatcher]]] = {
     TensorKind: _tensors,
     LanguageKind: lambda route, parts: LmDispatcher(route, parts.connect, on_lost=parts.on_lost),
     VllmKind: lambda route, parts: VllmDispatcher(route, parts.tls, parts.on_lost),
-    TritonKind: lambda route, parts: TritonDispatcher(route, parts.tls, parts.on_lost, SequenceTable(parts.sequences)),
+    TritonKind: _repository,
     GraphKind: lambda route, parts: GraphDispatcher(route, parts.find),
     VersionsKind: lambda route, parts: VersionsDispatcher(route, parts.find),
 }

@@ -128,7 +128,7 @@ class Models:
         connect: makes the clients of replicas other than vLLM's; tests pass a fake.
         budget: limits the requests that wait in all deployments of tensors together, in this worker.
         tls: the cluster's TLS, for replicas on other machines; None: there is no cluster with TLS.
-        sequences: see `Parts.sequences`.
+        folder: see `Parts.folder`.
     """
 
     def __init__(
@@ -136,12 +136,12 @@ class Models:
         connect: Connect | None = None,
         budget: QueueBudget | None = None,
         tls: PeerTls | None = None,
-        sequences: Path | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._parts = Parts(
             connect or functools.partial(dispatch_connect, tls=tls), budget or QueueBudget(), tls, self._dispatcher,
             lambda model, fingerprint: self.on_quarantined(model, fingerprint), lambda loss: self.on_lost(loss),
-            sequences,
+            folder,
         )  # fmt: skip
         self._models: dict[str, ServedModel] = {}
         self._adapters: dict[str, ServedModel] = {}

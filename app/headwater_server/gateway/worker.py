@@ -122,8 +122,8 @@ class GatewayWorker:
             peer_tls = PeerTls(Path(settings.cluster_tls), list(map(Path, settings.kept_cluster_tls)))
             self._tasks.append(functools.partial(FileWatch(peer_tls.paths).run, peer_tls.renew))
         rows, size_bytes = (-(-most // options.workers) for most in (options.max_queue_size, options.max_queue_bytes))
-        sequences = Path(settings.control).parent / "sequences"
-        models = self._models = Models(budget=QueueBudget(rows, size_bytes), tls=peer_tls, sequences=sequences)
+        folder = Path(settings.control).parent
+        models = self._models = Models(budget=QueueBudget(rows, size_bytes), tls=peer_tls, folder=folder)
         link = self._link = SupervisorLink(models.drain, models.quarantine, models.cancel_here)
         models.on_quarantined = link.report_quarantined
         models.on_lost = link.report_lost

@@ -31,6 +31,7 @@ from headwater.signature import Signature, TritonSpec
 from headwater.wire.handshake import OWN_SIDE, ReplicaSpec, ReplicaStatus, failure_of
 from headwater.wire.state_files import STATES, sweep_states
 from headwater_server.binder.environment import require
+from headwater_server.control.model_commands import ModelCommands
 from headwater_server.process.interpreter import (
     NUMPY_ALONE,
     InterpreterError,
@@ -41,6 +42,7 @@ from headwater_server.process.interpreter import (
 from headwater_server.process.launcher import with_changes
 from headwater_server.process.socket_http import ask_socket
 from headwater_server.process.sweep import process_stat
+from headwater_server.repository.command_follower import CommandFollower
 from headwater_server.repository.metric_registry import serve_metrics
 from headwater_server.repository.model_config import models_of
 
@@ -128,6 +130,13 @@ class TritonHost:
             if model.get("state") == "UNAVAILABLE" and model.get("reason") != "unloaded":
                 text = f"model {model['name']} {model.get('version', '')} is not loaded: {model.get('reason') or '?'}"
                 self.report(ReplicaStatus("warning", text))
+        follower = CommandFollower(
+            ModelCommands(self._directory.parent, spec.name),
+            self._directory.name,
+            lambda path, body: self._ask("POST", path, body, spec.load_timeout_s),
+            lambda text: self.report(ReplicaStatus("warning", text)),
+        )
+        follower.follow()
         names = tuple(sorted({model["name"] for model in models}))
         sequences = sequences_of(repository)
         signature = Signature(spec.name, (), (), triton=TritonSpec(names, sequences), idempotent=False)
@@ -136,6 +145,7 @@ class TritonHost:
         (self._directory / READY_FILE).write_text(SERVER, encoding="ascii")
         device = "cpu" if spec.device == "auto" else spec.device
         self.report(ReplicaStatus("ready", signature=msgspec.to_builtins(signature), facts={"device": device, **facts}))
+        threading.Thread(target=follower.run, args=[self._stop], daemon=True).start()
         self._watch()
         self._end()
         self.report(ReplicaStatus("unloaded"))
@@ -205,8 +215,10 @@ class TritonHost:
         errors = [line for line in lines if _ERROR.match(line) and _NO_GPU not in line][:REPORTED_LINES]
         raise ReplicaError(f"Triton ended {when} ({how})" + "".join(f"\n{line}" for line in errors))
 
-    def _ask(self, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
-        return ask_socket(self._directory / SOCKET, method, path, body, ASK_TIMEOUT_S)
+    def _ask(
+        self, method: str, path: str, body: str | None = None, timeout_s: float = ASK_TIMEOUT_S
+    ) -> tuple[int, bytes]:
+        return ask_socket(self._directory / SOCKET, method, path, body, timeout_s)
 
     def _index(self) -> list[dict[str, Any]]:
         """Triton's index: for each version of a model its name and state.

@@ -14,6 +14,7 @@ from headwater.errors import LoadError
 from headwater_server.config.schema import Deployment
 from headwater_server.config.sections import ReplicaBounds
 from headwater_server.control.messages import Command, CommandAnswer, Drained
+from headwater_server.control.model_commands import ModelCommands
 from headwater_server.control.routing import State
 from headwater_server.errors import CallableFailed, Conflict, HeadwaterError, NotFound
 from headwater_server.process.adapter_folders import find_adapters
@@ -266,6 +267,7 @@ class Lifecycle:
         elif not any(part.is_loaded for part in (served, *self._deployments.own_sets(name))):
             raise Conflict(f"model `{name}` is {served.state.value}, so there is nothing to unload: {served.reason}")
         retired = await self._end(name)
+        ModelCommands(self._children.folder, name).forget()
         if is_added and not retired.leftovers:
             self._deployments.forget(name)
         return retired

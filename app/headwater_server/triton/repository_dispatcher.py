@@ -11,11 +11,13 @@ import contextlib
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from headwater_server.codecs.tensors import InferRequest
 from headwater_server.control.load import Moment
 from headwater_server.control.messages import ReplicaLoss
+from headwater_server.control.model_commands import ModelCommands
 from headwater_server.control.route_kinds import TritonKind
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, check_key, unavailable
 from headwater_server.dispatch.deployment_protocol import Dispatcher, Fail
@@ -54,6 +56,7 @@ class TritonDispatcher(Dispatcher):
         tls: the cluster's certificates, for replicas on other machines.
         on_lost: called with the report of each replica that is lost.
         sequences: the sequences of all repositories; default: a table of its own.
+        commands: keeps loads and unloads of models for replicas that start later; None: nothing is kept.
     """
 
     def __init__(
@@ -62,10 +65,12 @@ class TritonDispatcher(Dispatcher):
         tls: ClientTls | None = None,
         on_lost: Callable[[ReplicaLoss], None] = lambda loss: None,
         sequences: SequenceTable | None = None,
+        commands: ModelCommands | None = None,
     ) -> None:
         self.route = route
         self._tls = tls
         self._sequences = sequences or SequenceTable()
+        self._commands = commands
         self._calls: set[RelayedCall] = set()
         self._pool = ReplicaPool(route.name, self._open, on_lost=on_lost, keys_of=self._keys_of)
         self.update(route)
@@ -253,13 +258,20 @@ class TritonDispatcher(Dispatcher):
         """Have all replicas that get requests load or unload a model; see `change_model`.
 
         Raises:
+            Conflict: another command on the model is under way.
             HeadwaterError: no requests are accepted now; or see `change_model`.
         """
         self.check_ready()
-        replicas = self._pool.eligible()
+        replicas = list(self._pool.eligible())
         if not replicas:
             raise unavailable(self.route)
-        return await change_model(model, request, replicas, self.kind.load_timeout_s)
+        commands = self._commands
+        with contextlib.nullcontext() if commands is None else commands.alone(model):
+            answer = await change_model(model, request, replicas, self.kind.load_timeout_s)
+            if commands is not None and answer.status == 200:
+                folders = [Path(replica.route.http_address).parent.name for replica in replicas]
+                commands.keep(model, request.path, request.body, folders)
+            return answer
 
     # Of calls
 
