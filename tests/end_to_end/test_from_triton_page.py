@@ -62,6 +62,22 @@ def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
         assert index == {"repository": "READY", "preprocess": "READY", "classify": "READY", "doubled": None}
 
 
+def test_the_configuration_that_splits_a_repository_serves_it(tmp_path: Path) -> None:
+    (config,) = section("from-triton.md", "Split a repository")
+    write_repository(tmp_path / "model_repository", "preprocess", "classify", "other")
+    (tmp_path / "headwater.yaml").write_text(config.text)
+    command = [sys.executable, "-m", "headwater_server", "check", "headwater.yaml", "--port", "0"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (tmp_path / "headwater.yaml").write_text(config.text.replace("classify", "preprocess"))
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 1
+    assert "its model `preprocess` has the name of a model of the deployment `texts`" in ended.stdout
+    with serve(yaml.safe_load(config.text), cwd=tmp_path) as running:
+        index = {entry["name"]: entry["state"] for entry in running.get("/v2/repository/index").json()}
+        assert index == dict.fromkeys(("texts", "images", "preprocess", "classify"), "READY")
+
+
 def test_the_table_has_every_field_of_a_configuration() -> None:
     fields = {field.name for field in ModelConfig.DESCRIPTOR.fields}
     table = (ROOT / "docs" / PAGE).read_text().partition("## Fields of config.pbtxt")[2].partition("\n## ")[0]

@@ -15,6 +15,7 @@ import msgspec
 from headwater.errors import DeclarationError, Problem
 from headwater.pipeline import make_plan
 from headwater.signature import Signature
+from headwater_server.cli.check_triton import name_problems
 from headwater_server.cli.download import download_models
 from headwater_server.cli.kind_commands import COMMANDS
 from headwater_server.cli.model_request import model_request
@@ -126,6 +127,7 @@ def _served(config: Config, paths: tuple[str, ...], *, loads: bool) -> tuple[lis
         | ({"notes": notes[name]} if name in notes else {})
         for name, deployment in shown.items()
     ]
+    problems += name_problems(served, signatures)
     problems += _cache_problems({**computed, **served}, signatures | joined)
     problems += free_shared_memory_problems(needed_shared_memory_bytes(computed, signatures))
     problems += address_problems(config.server.host, config.server.port)

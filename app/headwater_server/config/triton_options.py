@@ -15,8 +15,10 @@ __all__ = ["TritonOptions", "triton_option_faults"]
 
 
 class TritonOptions(Section):
-    """Options of the Triton that serves the repository; each has a flag of ``tritonserver``."""
+    """Options of the Triton that serves the repository; most have a flag of ``tritonserver``."""
 
+    models: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """The models of the repository that are served; empty: all. The others are hidden from Triton."""
     model_control: Literal["none", "explicit"] = "none"
     """``none``: all models are loaded at the start; ``explicit``: the models of ``load_models`` are, and clients load
     and unload others (``--model-control-mode``)."""
@@ -47,6 +49,9 @@ class TritonOptions(Section):
     def _faults(self) -> Iterator[str]:
         if self.load_models and self.model_control != "explicit":
             yield f"load_models: expected model_control: explicit, got {self.model_control}, which loads all models"
+        for name in self.load_models:
+            if self.models and name not in (*self.models, "*"):
+                yield f"load_models: expected names that `models` has, got {name!r}"
 
 
 def triton_option_faults(options: Mapping[str, Any]) -> Iterator[str]:

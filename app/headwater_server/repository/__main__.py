@@ -81,7 +81,7 @@ def main() -> None:
         return str(own)
 
     repository = find_folder(spec.model, [spec.working_dir, *spec.user_paths])
-    prepare(repository, directory / "repository", directory / "scripts", str(stage), program_of)
+    prepare(repository, directory / "repository", directory / "scripts", str(stage), program_of, spec.options["models"])
     command, environ = _triton(directory, spec.options)
     os.chdir(directory)
     output = os.open(directory / OUTPUT_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -6,14 +6,14 @@ docs/from-triton.md has the fields as a table, which a test compares with the me
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Final
 
 from headwater.errors import Problem
 from headwater_server.repository.environments import EnvironmentFault, named_path
 from headwater_server.repository.model_config import FILES, SCRIPT, RepositoryModel
 
-__all__ = ["HONOURED", "IGNORED", "REFUSED", "ignored_in", "problems_of"]
+__all__ = ["HONOURED", "IGNORED", "REFUSED", "ignored_in", "problems_of", "step_problems"]
 
 HONOURED: Final = (
     "name", "platform", "backend", "version_policy", "max_batch_size", "input", "output", "dynamic_batching",
@@ -87,6 +87,15 @@ def problems_of(model: RepositoryModel) -> Iterator[Problem]:
     if model.config.sequence_batching.state and model.config.model_transaction_policy.decoupled:
         reason = "sequence_batching.state: not supported for a decoupled model"
         yield Problem(title, reason, "keep the state in the model, by the sequence's id")
+
+
+def step_problems(models: Collection[RepositoryModel]) -> Iterator[Problem]:
+    """Why ensembles can't be served: a step's model isn't among the models."""
+    names = {model.name for model in models}
+    for model in models:
+        for missing in sorted({step.model_name for step in model.config.ensemble_scheduling.step} - names):
+            reason = f"ensemble_scheduling.step: expected models that this deployment serves, got {missing!r}"
+            yield Problem(f"model {model.name}", reason, "add the model to options.models, or its folder")
 
 
 def ignored_in(model: RepositoryModel) -> list[str]:

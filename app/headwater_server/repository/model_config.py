@@ -5,12 +5,14 @@ Source: Triton's model_config.proto, whose messages tritonclient brings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from headwater.errors import LoadError, Problem
 
 __all__ = ["CONFIG_FILE", "ENVIRONMENT", "FILES", "SCRIPT", "RepositoryModel", "models_of", "write_config"]
 
@@ -77,14 +79,25 @@ def _is_version(path: Path) -> bool:
     return path.name.isascii() and path.name.isdigit() and str(int(path.name)) == path.name and path.is_dir()
 
 
-def models_of(repository: Path) -> Iterator[RepositoryModel]:
+def models_of(repository: Path, names: Collection[str] = ()) -> Iterator[RepositoryModel]:
     """The models of a repository, by name. Every folder in it is a model.
+
+    Args:
+        repository: the repository.
+        names: the models to take, as in ``options.models``; empty: all.
 
     Raises:
         OSError: the repository can't be read.
+        LoadError: it has no model of one of the names.
     """
-    for folder in sorted(repository.iterdir()):
-        if folder.is_dir() and not folder.name.startswith("."):
+    folders = [path for path in sorted(repository.iterdir()) if path.is_dir() and not path.name.startswith(".")]
+    there = [folder.name for folder in folders]
+    for name in names:
+        if name not in there:
+            reason = f"expected models of {repository}, which are {', '.join(there) or 'none'}, got {name!r}"
+            raise LoadError(Problem("options.models", reason, "correct the name, or add the model's folder"))
+    for folder in folders:
+        if not names or folder.name in names:
             yield _model(folder)
 
 

@@ -7,7 +7,7 @@ or pytorch backend becomes a model of the Python backend, with a ``model.py`` th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
@@ -37,8 +37,15 @@ ProgramOf = Callable[[RepositoryModel], str]
 """Returns the path of a model's host program, see `bridge_script`; raises `EnvironmentFault`."""
 
 
-def prepare(repository: Path, target: Path, scripts: Path, stage: str, program_of: ProgramOf) -> list[RepositoryModel]:
-    """Make the folder for Triton. Returns the repository's models.
+def prepare(
+    repository: Path,
+    target: Path,
+    scripts: Path,
+    stage: str,
+    program_of: ProgramOf,
+    names: Collection[str] = (),
+) -> list[RepositoryModel]:
+    """Make the folder for Triton. Returns the models in it.
 
     Args:
         repository: the model repository.
@@ -46,12 +53,14 @@ def prepare(repository: Path, target: Path, scripts: Path, stage: str, program_o
         scripts: the folder to make for scripts that run files.
         stage: see `bridge_script`.
         program_of: finds the host program of a model.
+        names: the models that Triton sees; empty: all.
 
     Raises:
         OSError: the repository can't be read, or the folder not written.
+        LoadError: see `models_of`.
     """
     target.mkdir()
-    models = list(models_of(repository))
+    models = list(models_of(repository, names))
     for model in models:
         if model.problem:
             _refuse_model(model, target / model.name)

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
@@ -103,7 +104,7 @@ class TritonHost:
         Raises:
             InterpreterError: the interpreter can't run models.
             EnvironmentUnfit: Triton can't run here.
-            LoadError: there is no such repository.
+            LoadError: there is no such repository, or it lacks one of ``options.models``.
             ReplicaError: Triton ended, or doesn't answer.
             OSError: a process can't be started, or a file can't be written.
         """
@@ -111,6 +112,7 @@ class TritonHost:
         spec = self._spec
         require()
         repository = find_folder(spec.model, [spec.working_dir, *spec.user_paths])
+        sequences = sequences_of(repository, spec.options["models"])
         if python:
             stage = stage_package(self._directory / "looked")
             environment = foreign_environment(with_changes(os.environ, spec.environment), stage)
@@ -138,7 +140,6 @@ class TritonHost:
         )
         follower.follow()
         names = tuple(sorted({model["name"] for model in models}))
-        sequences = sequences_of(repository)
         signature = Signature(spec.name, (), (), triton=TritonSpec(names, sequences), idempotent=False)
         facts = {f"{OWN_SIDE}{name}": installed_version(name) or "unknown" for name in ("numpy", "nvidia-pytriton")}
         # Stubs come and go with the loads of models, so only Triton's own process is vital to the guardian.
@@ -233,14 +234,10 @@ class TritonHost:
         return index
 
 
-def sequences_of(repository: Path) -> dict[str, bool]:
+def sequences_of(repository: Path, names: Collection[str] = ()) -> dict[str, bool]:
     """The models of a repository that have sequences, each with whether it has implicit states. An ensemble has the
-    sequences of its models, without states of its own.
-
-    Raises:
-        OSError: the repository can't be read.
-    """
-    models = {model.name: model.config for model in models_of(repository)}
+    sequences of its models, without states of its own. Arguments and errors as for `models_of`."""
+    models = {model.name: model.config for model in models_of(repository, names)}
     found = {
         name: bool(config.sequence_batching.state)
         for name, config in models.items()

@@ -8,7 +8,7 @@ import pytest
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from headwater.errors import Problem
-from headwater_server.repository.config_fields import HONOURED, IGNORED, REFUSED, ignored_in, problems_of
+from headwater_server.repository.config_fields import HONOURED, IGNORED, REFUSED, ignored_in, problems_of, step_problems
 from headwater_server.repository.model_config import models_of
 from tests.app.repository.model_folders import write_model
 
@@ -168,3 +168,17 @@ def test_fields_without_effect_are_named(tmp_path: Path) -> None:
     (model,) = models_of(tmp_path)
     assert set(ignored_in(model)) == {"optimization", "runtime"}
     assert problems(tmp_path) == []
+
+
+def test_the_model_of_each_step_of_an_ensemble_must_be_there(tmp_path: Path) -> None:
+    steps = "".join(f'step {{ model_name: "{name}" }}' for name in ("a", "b", "b", "c"))
+    write_model(tmp_path / "e", f'platform: "ensemble"\nensemble_scheduling {{ {steps} }}', "1")
+    write_model(tmp_path / "a", PYTHON, "1")
+    found = list(step_problems(list(models_of(tmp_path))))
+    assert [problem.title for problem in found] == ["model e", "model e"]
+    assert [problem.reason[-3:] for problem in found] == ["'b'", "'c'"]
+    assert found[0] == Problem(
+        "model e",
+        "ensemble_scheduling.step: expected models that this deployment serves, got 'b'",
+        "add the model to options.models, or its folder",
+    )

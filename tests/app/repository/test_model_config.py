@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headwater.errors import LoadError
 from headwater_server.repository import model_config
 from headwater_server.repository.model_config import RepositoryModel, models_of, write_config
 from tests.app.repository.model_folders import write_model
@@ -31,6 +32,18 @@ def test_each_folder_is_a_model_by_name(tmp_path: Path) -> None:
     models = list(models_of(tmp_path))
     assert [model.name for model in models] == ["a", "b", "c-1.x"]
     assert {(model.problem, model.backend, model.config.max_batch_size) for model in models} == {("", "python", 4)}
+
+
+def test_models_are_chosen_by_name(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        write_model(tmp_path / name, CONFIG, "1")
+    assert [model.name for model in models_of(tmp_path, ("c", "a"))] == ["a", "c"]
+    with pytest.raises(LoadError) as caught:
+        list(models_of(tmp_path, ("a", "d")))
+    assert str(caught.value) == (
+        f"options.models: expected models of {tmp_path}, which are a, b, c, got 'd'; correct the name, or add the "
+        "model's folder"
+    )
 
 
 def test_a_link_to_a_folder_is_a_model(tmp_path: Path) -> None:

@@ -66,6 +66,14 @@ def test_other_files_of_a_model_are_links(repository: Path) -> None:
         assert (target / name).samefile(folder / name)
 
 
+def test_only_the_chosen_models_are_in_it(repository: Path) -> None:
+    for name in ("a", "b", "c"):
+        write_model(repository / name, 'backend: "python"', "1")
+    target = repository.parent / "prepared"
+    models = prepare(repository, target, target.with_name("scripts"), STAGE, program_of, ("c", "a"))
+    assert [model.name for model in models] == sorted(path.name for path in target.iterdir()) == ["a", "c"]
+
+
 def test_models_of_other_backends_are_links(repository: Path) -> None:
     write_model(repository / "graph", 'platform: "ensemble"', "1")
     write_model(repository / "engine", 'backend: "tensorrt"')
