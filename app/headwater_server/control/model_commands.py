@@ -84,8 +84,8 @@ class ModelCommands:
     def read(self) -> list[ModelCommand]:
         """The last command on each model, in the order in which they were given."""
         commands = []
-        for path in self._folder.glob(f"*/{COMMAND}"):
-            with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):  # the folder is being removed
+            for path in self._folder.glob(f"*/{COMMAND}"):
                 commands.append(msgspec.json.decode(path.read_bytes(), type=ModelCommand))
         return sorted(commands, key=lambda command: command.given_ns)
 
