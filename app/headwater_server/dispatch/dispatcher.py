@@ -44,7 +44,7 @@ class ModelDispatcher(TensorDispatcher[Pending]):
             limits, for this deployment alone.
         on_lost: called with the report of each lost replica, and again once a request with an API key has taken two
             replicas down.
-        sequences: see `SequenceStates`; a model with states needs it.
+        folder: see `SequenceStates`; a model with states needs it.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class ModelDispatcher(TensorDispatcher[Pending]):
         on_quarantined: Callable[[bytes], None] = lambda fingerprint: None,
         budget: QueueBudget | None = None,
         on_lost: Callable[[ReplicaLoss], None] = lambda loss: None,
-        sequences: Path | None = None,
+        folder: Path | None = None,
     ) -> None:
         super().__init__(route)
-        self._sequences = sequences
+        self._folder = folder
         self._connect = connect
         self._loop = asyncio.get_running_loop()
         self._meter = recorder().deployment(route.name)
@@ -109,8 +109,8 @@ class ModelDispatcher(TensorDispatcher[Pending]):
             if not route.signature.states:
                 self._states = None
             elif self._states is None:
-                assert self._sequences is not None
-                self._states = SequenceStates(route.name, self._sequences)
+                assert self._folder is not None
+                self._states = SequenceStates(route.name, self._folder)
         if route.generation != self.route.generation:
             self._quarantine.lift()
         self._quarantine.for_s = route.quarantine_s

@@ -23,7 +23,7 @@ from headwater.datatypes import DATATYPES, float32_to_bf16
 from headwater.signature import Signature, StateSpec
 from headwater.wire.state_files import STATES, sweep_states
 from headwater_server.codecs.tensors import Answer, InferRequest, Outputs, OutputWish, RawTensor
-from headwater_server.dispatch.sequence_table import SequenceRequest, SequenceTable
+from headwater_server.dispatch.sequence_table import SEQUENCES, SequenceRequest, SequenceTable
 from headwater_server.errors import BadRequest, Conflict, Unavailable
 
 __all__ = ["SequenceStates"]
@@ -63,13 +63,13 @@ class SequenceStates:
 
     Args:
         name: the deployment's name.
-        table: path of the table of sequences that all workers share; its folder also has the files of the states.
+        folder: the server's folder, with the table of sequences and the files of states that all workers share.
     """
 
-    def __init__(self, name: str, table: Path) -> None:
+    def __init__(self, name: str, folder: Path) -> None:
         self._name = name
-        self._table = SequenceTable(table)
-        self._folder = table.parent / STATES / name
+        self._table = SequenceTable(folder / SEQUENCES)
+        self._folder = folder / STATES / name
         self._folder.mkdir(parents=True, exist_ok=True)
         self._swept_s = 0.0
 

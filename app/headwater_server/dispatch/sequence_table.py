@@ -22,8 +22,10 @@ import anyio
 from headwater_server.errors import BadRequest, DeadlineExceeded, QueueFull
 from headwater_server.file_lock import briefly_locked
 
-__all__ = ["SequenceRequest", "SequenceTable"]
+__all__ = ["SEQUENCES", "SequenceRequest", "SequenceTable"]
 
+SEQUENCES: Final = "sequences"
+"""The table's file in the server's folder."""
 IDLE_S: Final = 3600.0
 """Seconds after its last request in which a sequence is kept, if its place is wanted."""
 BUCKETS: Final = 16_384

@@ -23,7 +23,7 @@ from headwater_server.dispatch.deployment_protocol import Dispatcher
 from headwater_server.dispatch.dispatcher import ModelDispatcher
 from headwater_server.dispatch.graph import GraphDispatcher
 from headwater_server.dispatch.pool import Connect
-from headwater_server.dispatch.sequence_table import SequenceTable
+from headwater_server.dispatch.sequence_table import SEQUENCES, SequenceTable
 from headwater_server.dispatch.versions import VersionsDispatcher
 from headwater_server.lm.language_model import LmDispatcher
 from headwater_server.security.peer_tls import PeerTls
@@ -31,10 +31,6 @@ from headwater_server.triton.repository_dispatcher import TritonDispatcher
 from headwater_server.vllm.vllm_model import VllmDispatcher
 
 __all__ = ["Parts", "make_dispatcher"]
-
-
-SEQUENCES: Final = "sequences"
-"""The file of the sequences of all repositories, in the server's folder."""
 
 
 class Parts(NamedTuple):
@@ -65,8 +61,7 @@ def _tensors(route: DeploymentRoute, parts: Parts) -> Dispatcher:
     def on_quarantined(fingerprint: bytes) -> None:
         parts.on_quarantined(route.name, fingerprint)
 
-    sequences = None if parts.folder is None else parts.folder / SEQUENCES
-    return ModelDispatcher(route, parts.connect, on_quarantined, parts.budget, parts.on_lost, sequences)
+    return ModelDispatcher(route, parts.connect, on_quarantined, parts.budget, parts.on_lost, parts.folder)
 
 
 def _repository(route: DeploymentRoute, parts: Parts) -> Dispatcher:

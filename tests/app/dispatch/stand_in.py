@@ -97,7 +97,7 @@ class Bench:
         signature: Signature = NUMBERS,
         replicas: int = 1,
         budget: QueueBudget | None = None,
-        sequences: Path | None = None,
+        folder: Path | None = None,
         **route: Any,
     ) -> None:
         self.replicas: dict[str, Replica] = {}
@@ -111,7 +111,7 @@ class Bench:
         self.quarantined: list[bytes] = []
         self.losses: list[ReplicaLoss] = []
         self.dispatcher = ModelDispatcher(
-            self.route, self.connect, self.quarantined.append, budget, self.losses.append, sequences
+            self.route, self.connect, self.quarantined.append, budget, self.losses.append, folder
         )
 
     def connect(self, name: str, route: ReplicaRoute) -> Replica:

@@ -67,7 +67,7 @@ async def ask(states: SequenceStates, request: InferRequest, compute: Any = adde
 
 class TestSequences:
     async def test_each_request_goes_on_from_the_one_before(self, tmp_path: Path) -> None:
-        states = SequenceStates("m", tmp_path / "sequences")
+        states = SequenceStates("m", tmp_path)
         assert await ask(states, request_of(1, start=True)) == 101
         assert [await ask(states, request_of(1)) for _ in range(3)] == [102, 103, 104]
         assert await ask(states, request_of(5, start=True)) == 105
@@ -76,17 +76,17 @@ class TestSequences:
             await ask(states, request_of(1))
 
     async def test_a_sequence_of_one_request(self, tmp_path: Path) -> None:
-        assert await ask(SequenceStates("m", tmp_path / "sequences"), request_of(1, start=True, end=True)) == 101
+        assert await ask(SequenceStates("m", tmp_path), request_of(1, start=True, end=True)) == 101
 
     async def test_what_a_request_lacks(self, tmp_path: Path) -> None:
-        states = SequenceStates("m", tmp_path / "sequences")
+        states = SequenceStates("m", tmp_path)
         with pytest.raises(BadRequest, match=r"parameters\.sequence_id: expected the id of a sequence"):
             await ask(states, request_of(1, id=0, start=True))
         with pytest.raises(BadRequest, match=r"inputs: expected one row, as the request belongs to a sequence, got 2"):
             await ask(states, request_of(1, start=True, rows=2))
 
     async def test_a_failure_leaves_the_states_as_they_were(self, tmp_path: Path) -> None:
-        states = SequenceStates("m", tmp_path / "sequences")
+        states = SequenceStates("m", tmp_path)
         with pytest.raises(CallableFailed):
             await ask(states, request_of(-1, start=True))
         with pytest.raises(BadRequest, match="must specify the START flag"):
@@ -98,7 +98,7 @@ class TestSequences:
         assert await ask(states, request_of(1)) == 102
 
     async def test_a_client_that_leaves_changes_nothing(self, tmp_path: Path) -> None:
-        states = SequenceStates("m", tmp_path / "sequences")
+        states = SequenceStates("m", tmp_path)
         await ask(states, request_of(1, start=True))
 
         async def never(request: InferRequest) -> Answer:
@@ -114,7 +114,7 @@ class TestSequences:
         assert await waits == 103
 
     async def test_requests_of_other_sequences_do_not_wait(self, tmp_path: Path) -> None:
-        bench = Bench(SIGNATURE, sequences=tmp_path / "sequences")
+        bench = Bench(SIGNATURE, folder=tmp_path)
         tasks = [
             bench.send_tensor("x", tensor(id), sequence_id=id, starts_sequence=True)
             for id in (1, 2, 3)
@@ -134,16 +134,14 @@ class TestSequences:
             seen.update(request.inputs)
             return Answer({"half": request.inputs["half"]})
 
-        await SequenceStates("m", tmp_path / "sequences").answer(
-            request_of(1, start=True), 10, compute, lambda: signature_with(HALF)
-        )
+        await SequenceStates("m", tmp_path).answer(request_of(1, start=True), 10, compute, lambda: signature_with(HALF))
         assert seen["half"].shape == (1, 2)
         assert np.frombuffer(seen["half"].data, "<u2").tolist() == [0x3F00, 0x3F00]
 
 
 class TestFiles:
     async def test_workers_share_the_states(self, tmp_path: Path) -> None:
-        workers = [SequenceStates("m", tmp_path / "sequences") for _ in range(2)]
+        workers = [SequenceStates("m", tmp_path) for _ in range(2)]
         await ask(workers[0], request_of(1, start=True))
         assert [await ask(workers[number % 2], request_of(1)) for number in range(6)] == list(range(102, 108))
         sums = await asyncio.gather(*(ask(workers[number % 2], request_of(1)) for number in range(20)))
@@ -152,14 +150,14 @@ class TestFiles:
         assert list((tmp_path / STATES / "m").iterdir()) == []
 
     async def test_deployments_have_sequences_of_their_own(self, tmp_path: Path) -> None:
-        states = [SequenceStates(name, tmp_path / "sequences") for name in "mn"]
+        states = [SequenceStates(name, tmp_path) for name in "mn"]
         for number, one in enumerate(states):
             await ask(one, request_of(number, start=True))
         assert [await ask(one, request_of(0)) for one in states] == [100, 101]
 
     @pytest.mark.parametrize("left", [b"", bytes(32)], ids=["cut", "other"])
     async def test_states_that_are_gone(self, tmp_path: Path, left: bytes) -> None:
-        states = SequenceStates("m", tmp_path / "sequences")
+        states = SequenceStates("m", tmp_path)
         await ask(states, request_of(1, start=True))
         (path,) = (tmp_path / STATES / "m").iterdir()
         path.write_bytes(left)
@@ -169,14 +167,14 @@ class TestFiles:
             await ask(states, request_of(1))
 
     async def test_other_states_after_a_reload(self, tmp_path: Path) -> None:
-        states = SequenceStates("m", tmp_path / "sequences")
+        states = SequenceStates("m", tmp_path)
         await ask(states, request_of(1, start=True))
         other = signature_with(TOTAL, HALF)
         with pytest.raises(Conflict, match="are gone: the model's states have changed"):
             await states.answer(request_of(1), 10, added, lambda: other)
 
     async def test_a_folder_that_takes_no_files(self, tmp_path: Path) -> None:
-        states = SequenceStates("m", tmp_path / "sequences")
+        states = SequenceStates("m", tmp_path)
         (tmp_path / STATES / "m").rmdir()
         with pytest.raises(Unavailable, match="the states of a sequence can't be written"):
             await ask(states, request_of(1, start=True))
@@ -184,7 +182,7 @@ class TestFiles:
     async def test_a_worker_that_is_killed_while_it_writes(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        states = SequenceStates("m", tmp_path / "sequences")
+        states = SequenceStates("m", tmp_path)
         await ask(states, request_of(1, start=True))
         await ask(states, request_of(1))
         pwrite = os.pwrite
@@ -218,7 +216,7 @@ STEP = st.tuples(st.integers(1, 3), st.integers(-2, 5), st.booleans(), st.boolea
 @given(st.lists(STEP, max_size=40))
 def test_states_are_those_of_a_dictionary(steps: list[tuple[int, int, bool, bool, int]]) -> None:
     async def run() -> None:
-        workers = [SequenceStates("m", Path(folder) / "sequences") for _ in range(2)]
+        workers = [SequenceStates("m", Path(folder)) for _ in range(2)]
         expected: dict[int, int] = {}
         for id, x, start, end, worker in steps:
             asked = ask(workers[worker], request_of(x, id, start=start, end=end))
