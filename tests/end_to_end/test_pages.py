@@ -31,6 +31,7 @@ ELSEWHERE = {
     ("from-pytriton.md", "In a configuration"): "tests/end_to_end/test_pytriton.py",
     ("from-pytriton.md", "As a `Model` class"): "tests/end_to_end/test_pytriton.py",
     ("from-triton.md", "Move in ten minutes"): "tests/end_to_end/test_from_triton_page.py",
+    ("kubernetes.md", "gRPC"): "tests/deploy/helm/test_chart.py",
     ("kubernetes.md", "Scaling"): "tests/deploy/helm/test_chart.py",
 }
 """Sections whose blocks the tests of their subject run: they need its files."""
@@ -75,6 +76,7 @@ NOT_RUN = {
     ("kubernetes.md", "# my-values.yaml"): CLUSTER,
     ("kubernetes.md", "gpu: "): CLUSTER,
     ("kubernetes.md", "keys: "): CLUSTER,
+    ("kubernetes.md", "spec:"): "part of an InferenceService; tests/deploy/kserve/test_runtime.py",
     ("metrics.md", "scrape_configs:"): "Prometheus's own configuration",
     ("observability.md", "pip install "): "a download",
     ("operations.md", "headwater reload llama "): "needs a vLLM; make test-vllm",

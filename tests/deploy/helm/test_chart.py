@@ -105,6 +105,29 @@ def test_probes_ask_the_image_s_port() -> None:
     assert default["startupProbe"]["periodSeconds"] * default["startupProbe"]["failureThreshold"] == 600
 
 
+def test_grpc_is_off_unless_asked_for() -> None:
+    assert not [manifest for manifest in variants()["default"] if "grpc" in json.dumps(manifest).lower()]
+
+
+@pytest.mark.parametrize(("tls", "protocol"), [("", "kubernetes.io/h2c"), ("headwater-tls", "https")])
+def test_one_value_sets_grpc_s_port_everywhere(tls: str, protocol: str) -> None:
+    (text,) = (block.text for block in section("kubernetes.md", "gRPC") if block.kind == "yaml")
+    found = manifests({**yaml.safe_load(text), "networkPolicy": {"enabled": True}, "tls": {"secret": tls}})
+    config = read_config({"deployments": {"a": {"model": "m:A"}}}, source="", environment=variables(found), flags={})
+    assert {"name": "grpc", "containerPort": config.server.grpc_port} in container(found)["ports"]
+    port = {"name": "grpc", "port": 8001, "targetPort": "grpc", "appProtocol": protocol}
+    for name in ("headwater", "headwater-headless"):
+        assert port in only(found, "Service", name)["spec"]["ports"]
+    assert {"port": "grpc", "protocol": "TCP"} in only(found, "NetworkPolicy")["spec"]["ingress"][0]["ports"]
+
+
+def test_the_documented_address_of_grpc_is_the_headless_service() -> None:
+    (text,) = (block.text for block in section("kubernetes.md", "gRPC") if block.kind == "python")
+    service = only(variants()["grpc"], "Service", "headwater-headless")
+    (port,) = (port["port"] for port in service["spec"]["ports"] if port["name"] == "grpc")
+    assert f'"dns:///{service["metadata"]["name"]}.models:{port}"' in text
+
+
 def test_readiness_can_be_that_of_some_models() -> None:
     found = manifests({"ready": {"models": ["scale", "a b&c"]}})
     assert container(found)["readinessProbe"]["httpGet"]["path"] == "/v2/health/ready?model=scale&model=a+b%26c"

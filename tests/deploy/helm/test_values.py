@@ -76,6 +76,11 @@ def test_the_schema_has_the_values_and_no_other() -> None:
         ({"models": {"hostPath": "srv/models"}}, "/models/hostPath"),
         ({"models": {"claim": "a", "image": "b"}}, "models: expected at most one of claim, hostPath and image"),
         ({"keys": {"secret": "a", "content": "{}"}}, "keys: expected secret or content, got both"),
+        (
+            {"config": {"deployments": {"a": {"model": "m:A"}}, "server": {"grpc_port": 9001}}},
+            "config.server.grpc_port: expected none",
+        ),
+        ({"grpc": {"enabled": True, "port": 8000}}, "grpc.port: expected another port than service.port"),
         ({"shutdown": {"gracePeriodSeconds": 59}}, "shutdown.gracePeriodSeconds: expected at least 60"),
         (
             {"serviceMonitor": {"enabled": True}, "keys": {"secret": "a"}},

@@ -11,6 +11,7 @@ import yaml
 from headwater_server.cli.option_values import config_flags
 from headwater_server.config.reader import read_config
 from tests.deploy.charts import DEPLOY, VERSIONS, Manifest, only, problems, variants
+from tests.pages import section
 
 FOUND: list[Manifest] = [
     manifest
@@ -47,6 +48,21 @@ def test_the_deployment_has_the_name_and_the_model_of_the_inference_service() ->
     flags = config_flags(Namespace(fields=arguments[3:]))
     config = read_config(content, source="kserve", environment={}, flags=flags)
     assert {key: one.model for key, one in config.deployments.items()} == {name: "onnx:/mnt/models/model.onnx"}
+
+
+def test_the_documented_ports_fit_the_runtime_and_the_server() -> None:
+    (text,) = (block.text for block in section("kubernetes.md", "KServe") if block.kind == "yaml")
+    model = yaml.safe_load(text)["spec"]["predictor"]["model"]
+    service = only(FOUND, "InferenceService")
+    predictor = service["spec"]["predictor"]
+    manifest = {**service, "spec": {"predictor": {**predictor, "model": {**predictor["model"], **model}}}}
+    assert problems(manifest, VERSIONS[1]) == []
+    assert model["args"][0] == "--set"
+    content = {"deployments": {"a": {"model": "m:A"}}}
+    flags = config_flags(Namespace(fields=model["args"][1:]))
+    server = read_config(content, source="kserve", environment={}, flags=flags).server
+    assert [port["containerPort"] for port in model["ports"]] == [server.port, server.grpc_port]
+    assert CONTAINER["ports"][0]["containerPort"] == server.port
 
 
 def test_it_runs_as_the_chart_s_pods_do() -> None:

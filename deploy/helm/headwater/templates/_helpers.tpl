@@ -21,6 +21,11 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 {{- if .Values.tls.secret }}HTTPS{{ else }}HTTP{{ end -}}
 {{- end }}
 
+{{/* For proxies that must know that it is HTTP/2. */}}
+{{- define "headwater.grpcProtocol" -}}
+{{- if .Values.tls.secret }}https{{ else }}kubernetes.io/h2c{{ end -}}
+{{- end }}
+
 {{- define "headwater.readyPath" -}}
 /v2/health/ready
 {{- range $index, $model := .Values.ready.models }}{{ if $index }}&{{ else }}?{{ end }}model={{ $model | urlquery }}{{ end -}}
@@ -44,6 +49,12 @@ scaleDown:
 {{- end }}
 {{- if and .Values.keys.secret .Values.keys.content }}
 {{- fail "keys: expected secret or content, got both: empty one" }}
+{{- end }}
+{{- if hasKey (.Values.config.server | default dict) "grpc_port" }}
+{{- fail (printf "config.server.grpc_port: expected none, since the value grpc.enabled sets it and the ports of pods and Services together, got %v: set grpc.enabled instead" .Values.config.server.grpc_port) }}
+{{- end }}
+{{- if and .Values.grpc.enabled (eq (int .Values.grpc.port) (int .Values.service.port)) }}
+{{- fail (printf "grpc.port: expected another port than service.port, got %v for both" .Values.grpc.port) }}
 {{- end }}
 {{- with .Values.shutdown }}
 {{- $needed := add .preStopSeconds .drainDelaySeconds .timeoutSeconds 15 }}
