@@ -259,8 +259,9 @@ class Server(Section):
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Gateway processes. Limits in this file are totals; each worker has an equal share."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
-    """The most client connections. At this number, a new connection replaces the connection that has been without a
-    complete request longest. If every connection has a request, new connections are answered only for health checks."""
+    """The most client connections, of HTTP and of gRPC each. At this number, a new connection over HTTP replaces the
+    connection that has been without a complete request longest; if every connection has a request, new connections are
+    answered only for health checks. A new connection of gRPC is closed."""
     tls: sections.Tls | None = None
     """The certificate and private key for HTTPS; default: HTTP."""
     max_body_bytes: Annotated[int, Field(ge=1_000)] = 64 * 1024 * 1024

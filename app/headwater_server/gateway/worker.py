@@ -128,7 +128,9 @@ class GatewayWorker:
         models.on_quarantined = link.report_quarantined
         models.on_lost = link.report_lost
         models.cancel_elsewhere = link.cancel_elsewhere
-        self._connections = Connections(allow_open_files(-(-options.max_connections // options.workers)))
+        ports = 1 if options.grpc_port is None else 2
+        self._max_connections = allow_open_files(-(-options.max_connections // options.workers), ports)
+        self._connections = Connections(self._max_connections)
         self._reader = body_reader(options)
         app = self._app = self._application()
         self._connection = functools.partial(
@@ -261,7 +263,9 @@ class GatewayWorker:
             return
         from headwater_server.gateway.grpc.rpc_server import GrpcServer  # imported only when needed: it takes memory
 
-        server = GrpcServer(self._app, self._models, self._reader, self._options, self._certificate)
+        server = GrpcServer(
+            self._app, self._models, self._reader, self._options, self._certificate, self._max_connections
+        )
         await server.start()
         try:
             yield

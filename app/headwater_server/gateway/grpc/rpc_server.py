@@ -50,13 +50,20 @@ class GrpcServer:
         reader: has the budget of bodies.
         options: limits and switches.
         certificate: the certificate for TLS; None: without TLS.
+        max_connections: the most connections, and the most calls at once; more connections are closed at once.
 
     Raises:
         RuntimeError: the port can't be bound.
     """
 
     def __init__(
-        self, entry: Entry, models: Models, reader: BodyReader, options: Server, certificate: Certificate | None
+        self,
+        entry: Entry,
+        models: Models,
+        reader: BodyReader,
+        options: Server,
+        certificate: Certificate | None,
+        max_connections: int,
     ) -> None:
         answers = {route.path: route.answer for route in entry.routes}
         endpoint = RpcEndpoint(models, reader, {False: answers[_GENERATE], True: answers[f"{_GENERATE}_stream"]})
@@ -68,6 +75,7 @@ class GrpcServer:
                 ("grpc.so_reuseport", 1),
                 ("grpc.max_receive_message_length", options.max_body_bytes),
                 ("grpc.max_send_message_length", -1),
+                ("grpc.max_allowed_incoming_connections", max_connections),
                 ("grpc.max_concurrent_streams", MAX_STREAMS),
                 ("grpc.max_metadata_size", MAX_HEADER_BYTES),
                 ("grpc.absolute_max_metadata_size", MAX_HEADER_BYTES),
@@ -77,7 +85,7 @@ class GrpcServer:
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
                 ("grpc.server_handshake_timeout_ms", int(options.client_timeout_s * 1000)),
             ],
-            maximum_concurrent_rpcs=max(1, options.max_connections // options.workers),
+            maximum_concurrent_rpcs=max_connections,
         )
         methods = {
             **handlers(entry),

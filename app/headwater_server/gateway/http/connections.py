@@ -106,16 +106,18 @@ class Connections:
         return True
 
 
-def allow_open_files(connections: int) -> int:
-    """Raise this process's limit of open files for this many connections. Returns how many connections are possible:
-    fewer, and at least 1, if the hard limit doesn't allow as many, which is also logged."""
+def allow_open_files(connections: int, ports: int) -> int:
+    """Raise this process's limit of open files for this many connections to each of its ports. Returns how many
+    connections to a port are possible: fewer, and at least 1, if the hard limit doesn't allow as many, which is also
+    logged."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = connections + OTHER_FILES
+    wanted = connections * ports + OTHER_FILES
     if hard_limit != resource.RLIM_INFINITY and wanted > hard_limit:
-        possible = max(1, hard_limit - OTHER_FILES)
+        possible = max(1, (hard_limit - OTHER_FILES) // ports)
         logger.warning(
-            "server.max_connections: a gateway worker may open %d files here, so it takes at most %d connections; "
-            "raise the hard limit (ulimit -Hn, LimitNOFILE=, docker run --ulimit nofile=...)", hard_limit, possible,
+            "server.max_connections: a gateway worker may open %d files here, so it takes at most %d connections to a "
+            "port; raise the hard limit (ulimit -Hn, LimitNOFILE=, docker run --ulimit nofile=...)",
+            hard_limit, possible,
         )  # fmt: skip
         connections, wanted = possible, hard_limit
     if soft_limit != resource.RLIM_INFINITY and soft_limit < wanted:

@@ -92,13 +92,16 @@ def test_open_files_are_allowed_as_far_as_may_be(
     limits = [1024, 4096]
     monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
     monkeypatch.setattr(resource, "setrlimit", lambda _, wanted: asked.append(wanted))
-    assert allow_open_files(100) == 100
+    assert allow_open_files(100, 1) == 100
     assert asked == []
-    assert allow_open_files(1000) == 1000
+    assert allow_open_files(1000, 1) == 1000
     assert asked.pop() == (1000 + OTHER_FILES, 4096)
     assert caplog.text == ""
-    assert allow_open_files(10_000) == 4096 - OTHER_FILES
+    assert allow_open_files(10_000, 1) == 4096 - OTHER_FILES
     assert asked.pop() == (4096, 4096)
     assert "server.max_connections" in caplog.text
+    assert allow_open_files(1000, 2) == 1000
+    assert asked.pop() == (2000 + OTHER_FILES, 4096)
+    assert allow_open_files(10_000, 2) == (4096 - OTHER_FILES) // 2
     limits[1] = resource.RLIM_INFINITY
-    assert allow_open_files(10_000) == 10_000
+    assert allow_open_files(10_000, 1) == 10_000
