@@ -30,7 +30,7 @@ import headwater_server
 from headwater_server.security.keys import Key, make_key
 from headwater_server.security.keys_file import change_file
 from tests.end_to_end.conftest import language_model
-from tests.running import Running, leaves_nothing, wait_for
+from tests.running import Running, leaves_nothing, serve, wait_for
 
 SERVICE = "inference.GRPCInferenceService"
 MAX_BODY_BYTES = 1_000_000
@@ -460,6 +460,29 @@ def test_keys_and_tls(tmp_path: Path) -> None:
                 except InferenceServerException as error:
                     codes.add(str(error.status()))
             assert codes == {"StatusCode.RESOURCE_EXHAUSTED"}
+
+
+def test_a_server_that_stops_sends_clients_elsewhere_and_finishes_their_calls() -> None:
+    config = {"deployments": {"slow": {"model": "faulty:Slow"}}, "server": {"grpc_port": 0, "drain_delay_s": 600}}
+    with serve(config) as running, tritonclient.grpc.InferenceServerClient(running.grpc_address) as client:
+        gate = running.gate()
+        answers: queue.Queue[Any] = queue.Queue()
+        client.async_infer("slow", [x_of(gate.value)], lambda result, error: answers.put(error or result))
+        wait_for(gate.has_begun)
+        running.popen.send_signal(signal.SIGTERM)
+
+        def has_to_connect_again() -> bool:
+            try:
+                return not client.is_server_live()
+            except InferenceServerException as error:
+                return "refused" in str(error)
+
+        wait_for(has_to_connect_again)
+        assert running.get("/v2/health/live").status_code == 200
+        gate.open()
+        assert answers.get(timeout=30).as_numpy("y").shape == (1, 1)
+        running.popen.send_signal(signal.SIGTERM)  # ends the delay
+        assert running.popen.wait(60) == 0
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ class GatewayWorker:
         self._listener = listener
         self._tasks: list[Callable[[], Awaitable[None]]] = []
         self._first_table = asyncio.Event()
+        self._leaving = asyncio.Event()
         self._draining = asyncio.Event()
         peer_tls = None
         if settings.cluster_tls:
@@ -221,6 +222,8 @@ class GatewayWorker:
         async for table in self._link.tables(Path(self._settings.control)):
             models.update(table)
             self._connections.is_closing = models.is_leaving
+            if models.is_leaving:
+                self._leaving.set()
             self._first_table.set()
             if table.draining:
                 self._draining.set()
@@ -257,7 +260,8 @@ class GatewayWorker:
 
     @contextlib.asynccontextmanager
     async def _grpc(self) -> AsyncIterator[None]:
-        """Serve gRPC meanwhile, if it is to be served."""
+        """Serve gRPC meanwhile, if it is to be served. Once the server is leaving, clients have to connect elsewhere,
+        and their calls in flight finish."""
         if self._options.grpc_port is None:
             yield
             return
@@ -267,9 +271,16 @@ class GatewayWorker:
             self._app, self._models, self._reader, self._options, self._certificate, self._max_connections
         )
         await server.start()
+
+        async def send_clients_elsewhere() -> None:
+            await self._leaving.wait()
+            await server.stop(self._options.drain_delay_s + self._options.shutdown_timeout_s)
+
+        leaving = asyncio.create_task(send_clients_elsewhere())
         try:
             yield
         finally:
+            leaving.cancel()
             await server.stop(LAST_ANSWERS_TIMEOUT_S)
 
 
