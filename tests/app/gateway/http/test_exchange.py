@@ -18,7 +18,8 @@ from tests.app.serving import connect, serving, until, until_closed
 
 ANSWER = b"HTTP/1.1 200 OK\r\nx-a: b\r\ncontent-length: %d\r\n%b\r\n%b"
 
-LARGE = 4_000_000
+LARGE = 8_000_000
+"""More than a kernel takes for a client that reads nothing: sockets may buffer 4 MiB and more."""
 
 
 class Application:
