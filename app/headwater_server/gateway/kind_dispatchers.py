@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from headwater.wire.open_requests import OpenRequests
 from headwater_server.control.messages import ReplicaLoss
 from headwater_server.control.model_commands import ModelCommands
 from headwater_server.control.route_kinds import (
@@ -50,6 +51,8 @@ class Parts(NamedTuple):
     """See `headwater_server.gateway.models.Models.on_lost`."""
     folder: Path | None
     """The server's folder, for what all workers share of sequences and repositories; None: this worker is alone."""
+    open_requests: OpenRequests
+    """The requests to Triton's repositories that this worker has."""
 
 
 def make_dispatcher(route: DeploymentRoute, parts: Parts) -> Dispatcher:
@@ -68,7 +71,7 @@ def _repository(route: DeploymentRoute, parts: Parts) -> Dispatcher:
     folder = parts.folder
     sequences = SequenceTable(None if folder is None else folder / SEQUENCES)
     commands = None if folder is None else ModelCommands(folder, route.name)
-    return TritonDispatcher(route, parts.tls, parts.on_lost, sequences, commands)
+    return TritonDispatcher(route, parts.tls, parts.on_lost, sequences, commands, parts.open_requests)
 
 
 _MADE: Final[Mapping[type[Kind], Callable[[DeploymentRoute, Parts], Dispatcher]]] = {

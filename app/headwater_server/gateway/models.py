@@ -11,6 +11,7 @@ import msgspec
 from starlette.types import Scope
 
 from headwater.signature import Signature
+from headwater.wire.open_requests import OpenRequests
 from headwater_server.codecs.generate_body import GenerateDecoder, GenerateEncoder
 from headwater_server.codecs.infer_request import RequestDecoder
 from headwater_server.codecs.infer_response import ResponseEncoder
@@ -128,7 +129,7 @@ class Models:
         connect: makes the clients of replicas other than vLLM's; tests pass a fake.
         budget: limits the requests that wait in all deployments of tensors together, in this worker.
         tls: the cluster's TLS, for replicas on other machines; None: there is no cluster with TLS.
-        folder: see `Parts.folder`.
+        folder, open_requests: see `Parts`.
     """
 
     def __init__(
@@ -137,11 +138,12 @@ class Models:
         budget: QueueBudget | None = None,
         tls: PeerTls | None = None,
         folder: Path | None = None,
+        open_requests: OpenRequests | None = None,
     ) -> None:
         self._parts = Parts(
             connect or functools.partial(dispatch_connect, tls=tls), budget or QueueBudget(), tls, self._dispatcher,
             lambda model, fingerprint: self.on_quarantined(model, fingerprint), lambda loss: self.on_lost(loss),
-            folder,
+            folder, open_requests or OpenRequests(),
         )  # fmt: skip
         self._models: dict[str, ServedModel] = {}
         self._adapters: dict[str, ServedModel] = {}

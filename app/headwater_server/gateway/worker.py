@@ -26,6 +26,7 @@ import uvicorn
 
 from headwater import tuning
 from headwater.tuning import keep_freed_memory, switch_soon
+from headwater.wire.open_requests import OpenRequests
 from headwater_server.config.schema import Server
 from headwater_server.config.sections import SecuritySection, Tls
 from headwater_server.control.link import SupervisorLink
@@ -124,7 +125,12 @@ class GatewayWorker:
             self._tasks.append(functools.partial(FileWatch(peer_tls.paths).run, peer_tls.renew))
         rows, size_bytes = (-(-most // options.workers) for most in (options.max_queue_size, options.max_queue_bytes))
         folder = Path(settings.control).parent
-        models = self._models = Models(budget=QueueBudget(rows, size_bytes), tls=peer_tls, folder=folder)
+        models = self._models = Models(
+            budget=QueueBudget(rows, size_bytes),
+            tls=peer_tls,
+            folder=folder,
+            open_requests=OpenRequests(str(folder), settings.index),
+        )
         link = self._link = SupervisorLink(models.drain, models.quarantine, models.cancel_here)
         models.on_quarantined = link.report_quarantined
         models.on_lost = link.report_lost

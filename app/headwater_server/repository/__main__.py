@@ -65,6 +65,7 @@ def main() -> None:
         str(directory / INSTANCES),
         str(directory / CALLS_SOCKET),
         str(states),
+        str(directory.parent),
         spec.max_compute_s,
         spec.options["strict_outputs"],
     )

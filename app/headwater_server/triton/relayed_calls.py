@@ -4,11 +4,13 @@ those over gRPC."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
+from headwater.wire.open_requests import REQUEST, OpenRequests
 from headwater_server.dispatch.pool import Replica
 from headwater_server.errors import DeadlineExceeded, HeadwaterError, ReplicaLost, ReplicaUnreachable
 from headwater_server.transport.relay_client import RelayClient, UpstreamAnswer
@@ -214,11 +216,31 @@ class RelayedCall(ABC):
 
 
 class HttpCall(RelayedCall):
-    """A request over HTTP. Arguments as for `RelayedCall`."""
+    """A request over HTTP. Arguments as for `RelayedCall`, and:
 
-    def __init__(self, replicas: ReplicaChoice, key: str, timeout_s: float, turn: SequenceTurn | None = None) -> None:
+    Args:
+        open_requests: notes the request until its end, if it is of the generate extension: Triton refuses other
+            requests to decoupled models, the only models that can ask whether a request has ended.
+    """
+
+    def __init__(
+        self,
+        replicas: ReplicaChoice,
+        key: str,
+        timeout_s: float,
+        turn: SequenceTurn | None,
+        open_requests: OpenRequests,
+    ) -> None:
         self._upstream: UpstreamAnswer | None = None
+        self._open_requests = open_requests
+        self._name = ""
         super().__init__(replicas, key, timeout_s, turn)
+
+    def end(self) -> None:
+        """See `RelayedCall.end`."""
+        super().end()
+        if self._name:
+            self._open_requests.close(self._name)
 
     async def answer(self, request: RelayedRequest) -> tuple[UpstreamAnswer, bytes]:
         """Send the request to a replica. Returns the answer and its whole body.
@@ -253,11 +275,19 @@ class HttpCall(RelayedCall):
     async def _sent(self, replica: TritonReplica, request: RelayedRequest) -> UpstreamAnswer:
         upstream = self._upstream = await replica.client.connect()
         self._raise_failure()
-        method, path, body, content_type, headers, length = self._changed(request)
+        method, path, body, content_type, headers, length = self._noted(self._changed(request))
         if length is not None:
             headers = f"{headers}Inference-Header-Content-Length: {length}\r\n"
         await upstream.send(method, path, body, headers, content_type)
         return upstream
+
+    def _noted(self, request: RelayedRequest) -> RelayedRequest:
+        if request.method == "GET" or not request.path.endswith(("/generate", "/generate_stream")):
+            return request
+        self._name = self._name or self._open_requests.open()
+        with contextlib.suppress(ValueError):  # Triton says what is wrong with the body
+            return request.with_parameters({REQUEST: self._name})
+        return request
 
     def _cut(self) -> None:
         if self._upstream is not None:

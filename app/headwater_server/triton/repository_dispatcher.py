@@ -14,6 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
+from headwater.wire.open_requests import OpenRequests
 from headwater_server.codecs.tensors import InferRequest
 from headwater_server.control.load import Moment
 from headwater_server.control.messages import ReplicaLoss
@@ -57,6 +58,7 @@ class TritonDispatcher(Dispatcher):
         on_lost: called with the report of each replica that is lost.
         sequences: the sequences of all repositories; default: a table of its own.
         commands: keeps loads and unloads of models for replicas that start later; None: nothing is kept.
+        open_requests: the open requests of this worker; default: of this dispatcher.
     """
 
     def __init__(
@@ -66,11 +68,13 @@ class TritonDispatcher(Dispatcher):
         on_lost: Callable[[ReplicaLoss], None] = lambda loss: None,
         sequences: SequenceTable | None = None,
         commands: ModelCommands | None = None,
+        open_requests: OpenRequests | None = None,
     ) -> None:
         self.route = route
         self._tls = tls
         self._sequences = sequences or SequenceTable()
         self._commands = commands
+        self._open_requests = open_requests or OpenRequests()
         self._calls: set[RelayedCall] = set()
         self._pool = ReplicaPool(route.name, self._open, on_lost=on_lost, keys_of=self._keys_of)
         self.update(route)
@@ -167,7 +171,7 @@ class TritonDispatcher(Dispatcher):
         """
         self._admit(key)
         async with self._turn(sequence) as turn:
-            with self._during(HttpCall(self, key, self.route.timeout_s, turn)) as call:
+            with self._during(HttpCall(self, key, self.route.timeout_s, turn, self._open_requests)) as call:
                 upstream, body = await call.answer(request)
                 if turn is not None and upstream.status == 200:
                     turn.end()
@@ -185,7 +189,7 @@ class TritonDispatcher(Dispatcher):
         """
         self._admit(key)
         async with self._turn(sequence) as turn:
-            with self._during(HttpCall(self, key, self.route.timeout_s, turn)) as call:
+            with self._during(HttpCall(self, key, self.route.timeout_s, turn, self._open_requests)) as call:
                 upstream = await call.send(request)
                 is_stream = upstream.status == 200 and any(
                     name == b"content-type" and value.startswith(b"text/event-stream")

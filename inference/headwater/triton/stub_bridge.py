@@ -39,6 +39,7 @@ from headwater.triton.dlpack_capsule import capsule_of_bits, capsule_of_tensor
 from headwater.triton.sequence_state import SequenceStates, StateFault, StateRequest
 from headwater.wire.bridge import describe, read_tensors
 from headwater.wire.host_program import HostProgram
+from headwater.wire.open_requests import is_open, without_request
 
 __all__ = ["BridgedModel"]
 
@@ -192,7 +193,7 @@ class BridgedModel:
 
     def _computed(self, requests: Sequence[Any], content: Any, data: list[bytes | memoryview]) -> list[Any] | None:
         number = next(self._numbers)
-        senders = {place: one.get_response_sender() for place, one in enumerate(requests)} if self._is_decoupled else {}
+        senders = {place: self._new_sender(one) for place, one in enumerate(requests)} if self._is_decoupled else {}
         try:
             host = self._host or self._started()
         except self._triton.TritonModelException as error:  # it can't be started again
@@ -283,7 +284,7 @@ class BridgedModel:
 
     def _sequence(self, request: Any) -> tuple[StateRequest, str]:
         """What a request says of its sequence, and its parameters."""
-        parameters = request.parameters()
+        _, parameters = without_request(request.parameters())
         if not self._states.are_there:
             return StateRequest(0, request.flags()), parameters
         return StateRequest.read(request.correlation_id(), request.flags(), parameters)
@@ -384,6 +385,11 @@ class BridgedModel:
                 self._closed(call, place)
             self._fail({place: sender}, str(error))
 
+    def _new_sender(self, request: Any) -> Any:
+        sender = request.get_response_sender()
+        name, _ = without_request(request.parameters())
+        return _HttpSender(sender, self.program.server, name) if name else sender
+
     def _closed(self, call: int, place: int) -> None:
         _, senders = self._open[call]
         senders.pop(place, None)
@@ -456,6 +462,24 @@ class BridgedModel:
 
     def _do_unload_model(self, name: str, dependents: bool) -> None:
         self._triton.unload_model(name, dependents)
+
+
+class _HttpSender:
+    """The sender of a request over HTTP, which the gateway ends when its client has left, or its deadline has passed.
+
+    Args:
+        sender: Triton's sender.
+        folder, name: see `is_open`.
+    """
+
+    def __init__(self, sender: Any, folder: str, name: str) -> None:
+        self.send = sender.send
+        self._folder = folder
+        self._name = name
+
+    def is_cancelled(self) -> bool:
+        """Whether the request has ended at the gateway."""
+        return not is_open(self._folder, self._name)
 
 
 def _zeros(array: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:

@@ -30,6 +30,8 @@ class HostProgram(NamedTuple):
     """Path of a unix socket at which models declare and count metrics."""
     states: str
     """A folder with the states of sequences, of all replicas of the deployment."""
+    server: str
+    """The server's folder, with the files of `headwater.wire.open_requests`."""
     max_compute_s: float | None = None
     """Limit of a call of ``execute`` in seconds; None: no limit."""
     strict_outputs: bool = False

@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 
+from headwater.wire.open_requests import OpenRequests
 from headwater_server.control.route_kinds import (
     GraphKind,
     Kind,
@@ -42,7 +43,7 @@ def unreachable(*arguments: object) -> None:
 
 @pytest.mark.parametrize(("kind", "dispatcher"), DISPATCHERS, ids=[type(kind).__name__ for kind, _ in DISPATCHERS])
 async def test_a_kind_has_a_dispatcher(kind: Kind, dispatcher: type) -> None:
-    parts = Parts(unreachable, QueueBudget(), None, unreachable, unreachable, unreachable, None)  # type: ignore[arg-type]
+    parts = Parts(unreachable, QueueBudget(), None, unreachable, unreachable, unreachable, None, OpenRequests())  # type: ignore[arg-type]
     made = make_dispatcher(DeploymentRoute("m", State.LOADING, kind=kind), parts)
     assert type(made) is dispatcher
     made.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.signature import Signature, TritonSpec
+from headwater.wire.open_requests import OpenRequests
 from headwater_server.control.messages import ReplicaLoss
 from headwater_server.control.route_kinds import TritonKind
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, State
@@ -155,10 +156,13 @@ def repository_route(replicas: dict[str, TritonStandIn], **fields: Any) -> Deplo
 class RelayBench:
     """A dispatcher with stand-ins."""
 
-    def __init__(self, replicas: dict[str, TritonStandIn], **fields: Any) -> None:
+    def __init__(self, replicas: dict[str, TritonStandIn], folder: str, **fields: Any) -> None:
         self.replicas = replicas
+        self.folder = folder
         self.losses: list[ReplicaLoss] = []
-        self.dispatcher = TritonDispatcher(repository_route(replicas, **fields), on_lost=self.losses.append)
+        self.dispatcher = TritonDispatcher(
+            repository_route(replicas, **fields), on_lost=self.losses.append, open_requests=OpenRequests(folder)
+        )
 
     @property
     def replica(self) -> TritonStandIn:
@@ -179,7 +183,7 @@ async def benched(*names: str, **fields: Any) -> AsyncIterator[RelayBench]:
         replicas = {name: TritonStandIn(Path(folder, name)) for name in names or ("a",)}
         for replica in replicas.values():
             await replica.open()
-        bench = RelayBench(replicas, **fields)
+        bench = RelayBench(replicas, folder, **fields)
         try:
             yield bench
             assert bench.dispatcher.in_flight == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headwater.wire.open_requests import REQUEST, is_open
 from headwater_server.control.load import Moment
 from headwater_server.control.routing import State
 from headwater_server.errors import (
@@ -43,9 +45,9 @@ from tests.app.triton.stand_in import (
 STREAM = RelayedRequest("POST", "/v2/models/m/generate_stream", b"{}")
 
 
-async def collected(bench: RelayBench) -> list[Any]:
+async def collected(bench: RelayBench, request: RelayedRequest = STREAM) -> list[Any]:
     """All that a stream gives."""
-    return [event async for event in bench.dispatcher.events(STREAM)]
+    return [event async for event in bench.dispatcher.events(request)]
 
 
 def _have_got(bench: RelayBench, count: int) -> bool:
@@ -396,6 +398,45 @@ class TestEvents:
             assert bench.dispatcher.in_flight == 0
             await bench.replica.exchanges[0].has_left()
             assert bench.losses == []
+
+
+class TestNames:
+    """The name by which a model learns whether its request is open."""
+
+    @pytest.mark.parametrize("how", ["leaves", "deadline", "fails", "is lost", "ends"])
+    @pytest.mark.parametrize("action", ["generate", "generate_stream"])
+    async def test_a_request_is_open_until_it_ends_in_any_way(self, action: str, how: str) -> None:
+        go_on = asyncio.Event()
+
+        async def script(exchange: RelayedExchange) -> None:
+            await go_on.wait()
+            exchange.lose() if how == "is lost" else exchange.answer()
+
+        async with benched(timeout_s=0.5 if how == "deadline" else 60) as bench:
+            bench.replica.script = script
+            request = RelayedRequest("POST", f"/v2/models/m/{action}", b'{"x":1.50,"headwater_request":"a client\'s"}')
+            ask = bench.dispatcher.ask(request) if action == "generate" else collected(bench, request)
+            task = asyncio.create_task(ask)
+            await until(lambda: bench.counts() == [1])
+            (exchange,) = bench.replica.exchanges
+            name = json.loads(exchange.body)[REQUEST]
+            assert exchange.body == b'{"x":1.50,"headwater_request":"%b"}' % name.encode()
+            assert is_open(bench.folder, name)
+            if how == "leaves":
+                task.cancel()
+            elif how == "fails":
+                bench.dispatcher.under_way(None)[0](Unavailable("the end"))
+            elif how != "deadline":
+                go_on.set()
+            await asyncio.gather(task, return_exceptions=True)
+            assert not is_open(bench.folder, name)
+            go_on.set()
+
+    @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"x"', b"\xff", b'{"a":1,"a"}'])
+    async def test_a_body_that_is_no_object_is_tritons_to_refuse(self, body: bytes) -> None:
+        async with benched() as bench:
+            await collected(bench, STREAM._replace(body=body))
+            assert bench.replica.exchanges[0].body == body
 
 
 class TestEnd:

@@ -252,6 +252,7 @@ class StubFolder:
             instances=str(self.instances),
             metrics=str(self.folder / "metrics"),
             states=str(self.states),
+            server=str(self.folder),
             max_compute_s=max_compute_s,
             strict_outputs=strict_outputs,
         )

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from headwater.wire.open_requests import REQUEST, OpenRequests
 from tests.inference.triton.stub_stand_in import (
     ClientRequest,
     MetricLines,
@@ -32,6 +33,14 @@ from tests.running import wait_for
 OTHER_PYTHON = Path(__file__).parents[3] / ".venv-user/bin/python"
 DECOUPLED = {"model_transaction_policy": {"decoupled": True}}
 
+IS_CANCELLED = """
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender = request.get_response_sender()
+            y = np.array([sender.is_cancelled()])
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", y)]), flags=1)
+"""
 DOUBLES = """
 class TritonPythonModel:
     def execute(self, requests):
@@ -460,18 +469,32 @@ class TestDecoupled:
         assert "have ended" in ended
 
     def test_a_model_learns_that_its_request_is_cancelled(self, stub: StubFolder) -> None:
-        code = """
-        class TritonPythonModel:
-            def execute(self, requests):
-                for request in requests:
-                    sender = request.get_response_sender()
-                    y = np.array([sender.is_cancelled()])
-                    sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", y)]), flags=1)
-        """
         one, two = of(1, 2)
         two.sender.is_cancelled_now = True
-        stub.model(code, DECOUPLED).execute([one, two])
+        stub.model(IS_CANCELLED, DECOUPLED).execute([one, two])
         assert values_of(one.sender.heard()) + values_of(two.sender.heard()) == [[False], [True]]
+
+    def test_a_model_learns_that_its_request_has_ended_at_the_gateway(self, stub: StubFolder) -> None:
+        open_requests = OpenRequests(str(stub.folder))
+        names = [open_requests.open(), open_requests.open(), "no worker's"]
+        open_requests.close(names[1])
+        requests = [ClientRequest({REQUEST: name, "a": 1}, x=np.array([0])) for name in names]
+        stub.model(IS_CANCELLED, DECOUPLED).execute(requests)
+        assert [values_of(request.sender.heard()) for request in requests] == [[[False]], [[True]], [[False]]]
+
+    @pytest.mark.parametrize("config", [DECOUPLED, {}], ids=["decoupled", "plain"])
+    def test_a_model_does_not_see_the_gateways_parameters(self, stub: StubFolder, config: dict[str, Any]) -> None:
+        model = stub.model(
+            """
+            class TritonPythonModel:
+                def execute(self, requests):
+                    pb_utils.Logger.log_info(requests[0].parameters())
+                    requests[0].get_response_sender().send(flags=1)
+            """,
+            config,
+        )
+        model.execute([ClientRequest({REQUEST: "0-0-0", "a": 1}, x=np.array([0]))])
+        wait_for(lambda: 'INFO model m: {"a": 1}\n' in stub.log.read_text())
 
 
 @pytest.mark.parametrize("code", [INLINE, IN_THREADS, ASYNCHRONOUS], ids=["inline", "threads", "async"])
