@@ -39,7 +39,7 @@ class Received(NamedTuple):
     """A message's JSON and the tensors that follow it."""
 
     content: Any
-    body: bytearray
+    body: memoryview
     start: int
     """Offset of the first tensor's bytes in ``body``."""
 
@@ -76,7 +76,7 @@ class Frames:
             head = self._file.read(HEAD.size)
             if len(head) == HEAD.size:
                 call, length, more = HEAD.unpack(head)
-                body = bytearray(length + more)
+                body = np.empty(length + more, np.uint8).data  # bytearray() would fill it with zeros
                 if self._file.readinto(body) == len(body):
                     received = read_body(call, body, length)
                     return Received(received.content, body, received.start)
@@ -98,7 +98,7 @@ def request_content(
     return [describe(inputs, data), list(wanted), about]
 
 
-def read_request(content: list[Any], body: bytearray, start: int) -> tuple[list[Told], list[str], dict[str, Any], int]:
+def read_request(content: list[Any], body: memoryview, start: int) -> tuple[list[Told], list[str], dict[str, Any], int]:
     """The inputs, the wanted outputs and the properties of a request, and the offset at which its last input ends."""
     described, wanted, about = content
     inputs, start = read_tensors(described, body, start)

@@ -322,7 +322,7 @@ class BridgedModel:
             responses.append(response)
         return responses
 
-    def _response(self, told: Any, body: bytearray, start: int, request: Any = None) -> tuple[Any, int]:
+    def _response(self, told: Any, body: memoryview, start: int, request: Any = None) -> tuple[Any, int]:
         if told["error"] is not None:
             code, message = told["error"]
             return self._triton.InferenceResponse(error=self._triton.TritonError(message, self._codes[code])), start

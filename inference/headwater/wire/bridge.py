@@ -48,6 +48,7 @@ _ENDED: Final = "the callable's process has ended"
 
 Arrays = Mapping[str, "np.ndarray[Any, np.dtype[Any]]"]
 Pieces = list["bytes | memoryview"]
+Body = bytes | bytearray | memoryview
 
 
 class Message(NamedTuple):
@@ -57,7 +58,7 @@ class Message(NamedTuple):
     """The call's number."""
     content: Any
     """The JSON, decoded."""
-    body: bytes | bytearray
+    body: Body
     """The JSON's text and the data."""
     start: int
     """Offset of the data in ``body``."""
@@ -224,14 +225,14 @@ def describe(arrays: Iterable[tuple[str, np.ndarray[Any, np.dtype[Any]]]], data:
     return described
 
 
-def tensors(described: Iterable[Any], body: bytes | bytearray, start: int) -> tuple[dict[str, Any], int]:
+def tensors(described: Iterable[Any], body: Body, start: int) -> tuple[dict[str, Any], int]:
     """Read described tensors from a body. Returns the arrays by name, and the offset at which the last tensor ends; see
     `read_tensors`."""
     arrays, end = read_tensors(described, body, start)
     return dict(arrays), end
 
 
-def read_tensors(described: Iterable[Any], body: bytes | bytearray, start: int) -> tuple[list[tuple[str, Any]], int]:
+def read_tensors(described: Iterable[Any], body: Body, start: int) -> tuple[list[tuple[str, Any]], int]:
     """Read described tensors from a body.
 
     Args:
@@ -255,7 +256,7 @@ def read_tensors(described: Iterable[Any], body: bytes | bytearray, start: int) 
     return arrays, start
 
 
-def _elements(body: bytes | bytearray, start: int, end: int) -> Iterable[bytes]:
+def _elements(body: Body, start: int, end: int) -> Iterable[bytes]:
     while start < end:
         (length,) = _LENGTH.unpack_from(body, start)
         start += _LENGTH.size + length
@@ -271,6 +272,6 @@ def message(call: int, content: Any, data: Pieces) -> Pieces:
     return [b"".join(pieces)] if size <= _PIECE_BYTES else pieces
 
 
-def read_body(call: int, body: bytes | bytearray, length: int) -> Message:
+def read_body(call: int, body: Body, length: int) -> Message:
     """Decode the message of a call: ``body`` is the JSON, which has ``length`` bytes, and the data."""
-    return Message(call, json.loads(body[:length]), body, length)
+    return Message(call, json.loads(bytes(body[:length])), body, length)
