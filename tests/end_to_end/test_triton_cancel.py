@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,6 +100,14 @@ class TestHttp:
             events = (line for line in answer.iter_lines() if line)
             assert '"number":0' in next(events)
             assert '"number":1' in next(events)
+
+    def test_a_worker_that_is_killed_ends_the_model(self, running: Running) -> None:
+        body = {"count": ENDLESS}
+        with running.client.stream("POST", f"{running.url}/v2/models/streams/generate_stream", json=body) as answer:
+            assert '"number":0' in next(answer.iter_lines())
+            (worker,) = running.workers()
+            os.kill(worker, signal.SIGKILL)
+        wait_for(lambda: running.workers() not in ([], [worker]), NOTICE_S, "the next worker")
 
     def test_a_deadline_ends_the_model(self, running: Running) -> None:
         answer = running.client.post(f"{running.url}/v2/models/streams/generate_stream", json={"count": FEW})
