@@ -5,6 +5,7 @@ A client's cases are ``NAME_cases.py``, which its own environment's interpreter 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,9 +16,13 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from benchmarks.environments import Environments
+from headwater_server.security.keys import Key, make_key
+from headwater_server.security.keys_file import change_file
 from tests.app.lm.scripted import FOLDER as TINY_LM
 from tests.app.lm.tool_text import tool_folder
+from tests.clients.triton_models import MODELS
 from tests.inference.hf.folders import bert
+from tests.repositories import write_repository
 from tests.running import serve
 
 __all__: list[str] = []
@@ -37,6 +42,7 @@ CLIENTS: Final = Environments(
         "kserve": "kserve",
         "cohere": "cohere",
         "tei": "huggingface_hub",
+        "tritonclient": "tritonclient",
     },
 )
 CONTEXT_LENGTH: Final = 2048
@@ -53,7 +59,7 @@ class Result(NamedTuple):
 
 def configuration(folder: Path) -> dict[str, Any]:
     """What the server serves: tiny-lm, made in this folder, with a chat template that knows tools and a context that
-    holds their schemas; networks with random weights that rank and classify; and other models."""
+    holds their schemas; networks with random weights that rank and classify; a Triton repository; and other models."""
     model = tool_folder(folder / "tiny_lm", "hermes")
     shutil.copy(TINY_LM / "model.safetensors", model)
     config = json.loads((model / "config.json").read_text())
@@ -66,15 +72,35 @@ def configuration(folder: Path) -> dict[str, Any]:
             "text": {"model": "headwater.zoo.text:Text", "threads": 1},
             "mirror": {"model": "typed:Mirror", "batching": {"max_batch_size": 8}},
             **{name: {"model": f"hf:{folder / name}", "threads": 1} for name in ("reranker", "classifier")},
-        }
+            "repository": triton_repository(folder / "repository"),
+        },
+        "server": {"grpc_port": 0},
     }
 
 
-def run(name: str, url: str) -> Result:
-    """Run a client's cases."""
+def triton_repository(folder: Path) -> dict[str, Any]:
+    """The deployment of a Triton repository, which is made in this folder."""
+    write_repository(folder, MODELS)
+    return {"model": f"triton:{folder}", "options": {"model_control": "explicit", "load_models": ["*"]}}
+
+
+def keyed_configuration(folder: Path) -> tuple[dict[str, Any], str]:
+    """A server that requires keys, and a key of it for inference."""
+    text, digest = make_key()
+    change_file(folder / "keys.json", lambda _: [Key("client", digest, scopes=("infer",))])
+    configuration = {
+        "deployments": {"repository": triton_repository(folder / "keyed")},
+        "security": {"keys_file": str(folder / "keys.json")},
+        "server": {"grpc_port": 0},
+    }
+    return configuration, text
+
+
+def run(name: str, variables: dict[str, str]) -> Result:
+    """Run a client's cases with these variables in its environment."""
     environment = {
         **os.environ,
-        "HEADWATER_URL": url,
+        **variables,
         "HEADWATER_TOKENIZER": str(TINY_LM),
         "NO_PROXY": "127.0.0.1",
     }
@@ -96,9 +122,19 @@ def main() -> None:
     CLIENTS.make_missing(names)
     made = [name for name in names if CLIENTS.is_made(name)]
     is_good = len(made) == len(names)
-    with tempfile.TemporaryDirectory(prefix="hw-") as folder, serve(configuration(Path(folder))) as running:
+    with contextlib.ExitStack() as ends:
+        folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="hw-")))
+        running = ends.enter_context(serve(configuration(folder)))
+        keyed_config, key = keyed_configuration(folder)
+        keyed = ends.enter_context(serve(keyed_config))
+        variables = {
+            "HEADWATER_URL": running.url,
+            "HEADWATER_GRPC": running.grpc_address,
+            "HEADWATER_KEYED_GRPC": keyed.grpc_address,
+            "HEADWATER_KEY": key,
+        }
         for name in made:
-            result = run(name, running.url)
+            result = run(name, variables)
             count = len(result.passed) + len(result.failed)
             print(f"{CLIENTS.packages[name]} {CLIENTS.version_of(name)}: {len(result.passed)} of {count}", flush=True)
             for case, why in result.failed.items():

@@ -11,13 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["TOKENIZER", "URL", "command", "raised", "run"]
+__all__ = ["GRPC", "KEY", "KEYED_GRPC", "TOKENIZER", "URL", "command", "raised", "run"]
 
 _Error = TypeVar("_Error", bound=Exception)
 
 URL = os.environ["HEADWATER_URL"]
 TOKENIZER = os.environ["HEADWATER_TOKENIZER"]
 """The folder of tiny-lm."""
+GRPC = os.environ["HEADWATER_GRPC"]
+"""The server's address for gRPC."""
+KEYED_GRPC, KEY = os.environ["HEADWATER_KEYED_GRPC"], os.environ["HEADWATER_KEY"]
+"""The address of a server that requires keys, and a key of it, which may ask for inference."""
 
 
 def run(*cases: Callable[[], object]) -> None:

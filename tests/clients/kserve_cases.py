@@ -1,14 +1,15 @@
-"""KServe's client of the Open Inference Protocol: health, and every datatype, in JSON and in binary."""
+"""KServe's clients of the Open Inference Protocol: health, and every datatype, in JSON, in binary and over gRPC."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
+import grpc
 import httpx
 import numpy as np
-from cases import URL, raised, run
-from kserve import InferenceRESTClient, InferInput, InferRequest, RESTConfig
+from cases import GRPC, KEY, KEYED_GRPC, URL, raised, run
+from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest, RESTConfig
 from kserve.protocol.infer_type import RequestedOutput
 
 VALUES: dict[str, np.ndarray[Any, np.dtype[Any]]] = {
@@ -36,6 +37,16 @@ def asked(method: str, *arguments: Any, **options: Any) -> Any:
     return asyncio.run(main())
 
 
+def asked_by_grpc(method: str, *arguments: Any, address: str = GRPC, **options: Any) -> Any:
+    """What a method of the client of gRPC answers."""
+
+    async def main() -> Any:
+        async with InferenceGRPCClient(address) as client:
+            return await getattr(client, method)(*arguments, **options)
+
+    return asyncio.run(main())
+
+
 def tensor(datatype: str, *, is_binary: bool) -> Any:
     """One input of `mirror`."""
     values = VALUES[datatype]
@@ -50,7 +61,11 @@ def infer(datatype: str, *, is_binary: bool, has_binary_output: bool) -> None:
     needed = [] if datatype == "INT32" else [tensor("INT32", is_binary=False)]
     inputs = [*needed, tensor(datatype, is_binary=is_binary)]
     request = InferRequest("mirror", infer_inputs=inputs, request_outputs=[wanted], parameters={"priority": 1})
-    answer = asked("infer", URL, request, model_name="mirror")
+    check(datatype, asked("infer", URL, request, model_name="mirror"))
+
+
+def check(datatype: str, answer: Any) -> None:
+    """The values that were sent to `mirror` must be the only output."""
     (output,) = answer.outputs
     found = output.as_numpy()
     if datatype == "BYTES":
@@ -94,4 +109,51 @@ def errors() -> None:
     assert "400 Bad Request" in str(error)
 
 
-run(server_is_live_and_ready, model_is_ready, infer_json, infer_binary, infer_json_and_binary, errors)
+def grpc_health() -> None:
+    assert asked_by_grpc("is_server_live") is True
+    assert asked_by_grpc("is_server_ready") is True
+    assert asked_by_grpc("is_model_ready", "mirror") is True
+    assert asked_by_grpc("is_model_ready", "nope") is False
+
+
+def grpc_infer() -> None:
+    for datatype in VALUES:
+        for is_binary in (True, False) if datatype != "FP16" else (True,):
+            inputs = [] if datatype == "INT32" else [tensor("INT32", is_binary=is_binary)]
+            inputs.append(tensor(datatype, is_binary=is_binary))
+            wanted = [RequestedOutput(f"out_{datatype.lower()}")]
+            request = InferRequest(
+                "mirror", infer_inputs=inputs, request_outputs=wanted, parameters={"priority": 1}, request_id="7"
+            )
+            answer = asked_by_grpc("infer", request)
+            check(datatype, answer)
+            assert answer.id == "7"
+
+
+def grpc_errors() -> None:
+    def refused(model: str, **options: Any) -> Any:
+        request = InferRequest(model, infer_inputs=[tensor("FP32", is_binary=True)])
+        return raised(grpc.RpcError, lambda: asked_by_grpc("infer", request, **options))
+
+    error = refused("mirror")
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "in_int32" in error.details()
+    assert refused("nope").code() is grpc.StatusCode.NOT_FOUND
+    assert refused("doubled", address=KEYED_GRPC).code() is grpc.StatusCode.UNAUTHENTICATED
+    headers = (("authorization", f"Bearer {KEY}"),)
+    assert refused("doubled", address=KEYED_GRPC, headers=headers).code() is grpc.StatusCode.INVALID_ARGUMENT
+    request = InferRequest("slow", infer_inputs=[slow_input()])
+    error = raised(grpc.RpcError, lambda: asked_by_grpc("infer", request, timeout=0.2))
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def slow_input() -> Any:
+    made = InferInput("x", [1, 1], "INT32")
+    made.set_data_from_numpy(np.array([[1000]], np.int32), binary_data=True)
+    return made
+
+
+run(
+    server_is_live_and_ready, model_is_ready, infer_json, infer_binary, infer_json_and_binary, errors,
+    grpc_health, grpc_infer, grpc_errors,
+)  # fmt: skip

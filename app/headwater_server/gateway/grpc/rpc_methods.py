@@ -31,6 +31,9 @@ EMPTY: Final = (
     "SystemSharedMemoryStatus", "SystemSharedMemoryUnregister", "CudaSharedMemoryStatus", "CudaSharedMemoryUnregister",
 )  # fmt: skip
 """Methods that examples of clients call before and after their work: there is no shared memory."""
+NOT_READY: Final = (400, 404, 503)
+"""Statuses of HTTP for which ``ModelReady`` says false, as Triton does: Triton's for a version that isn't loaded, of an
+unknown model, and of a model that isn't loaded."""
 
 Method = Callable[[Any, Any], Awaitable[Any]]
 """Given a request and the call's context it returns the response."""
@@ -62,7 +65,7 @@ def handlers(entry: Entry) -> dict[str, Any]:
 
     async def model_ready(request: Any, context: Any) -> Any:
         answer = await get(model_path(request.name, request.version, "/ready"), context)
-        if answer.status not in (200, 503):
+        if answer.status not in (200, *NOT_READY):
             await body_or_abort(answer, context)
         return pb.ModelReadyResponse(ready=answer.status == 200)
 
