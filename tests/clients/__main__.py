@@ -1,6 +1,7 @@
 """``python -m tests.clients [NAME ...]``: run each client's cases against one server.
 
-A client's cases are ``NAME_cases.py``, which its own environment's interpreter runs; they print a line of JSON each.
+A client's cases are ``NAME_cases.py``, which its own environment's interpreter runs, or ``go_cases.go``. They print a
+line of JSON each.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from headwater_server.security.keys import Key, make_key
 from headwater_server.security.keys_file import change_file
 from tests.app.lm.scripted import FOLDER as TINY_LM
 from tests.app.lm.tool_text import tool_folder
+from tests.clients import go_client
 from tests.clients.triton_models import MODELS
 from tests.inference.hf.folders import bert
 from tests.repositories import write_repository
@@ -45,6 +47,7 @@ CLIENTS: Final = Environments(
         "tritonclient": "tritonclient",
     },
 )
+GO: Final = "go"
 CONTEXT_LENGTH: Final = 2048
 TIMEOUT_S: Final = 600
 
@@ -96,7 +99,24 @@ def keyed_configuration(folder: Path) -> tuple[dict[str, Any], str]:
     return configuration, text
 
 
-def run(name: str, variables: dict[str, str]) -> Result:
+def client_of(name: str, address: str, folder: Path) -> tuple[str, list[str]]:
+    """A client's package with its version, and the command that runs its cases.
+
+    Args:
+        name: the client's.
+        address: of the server, for gRPC.
+        folder: for what is generated; must not exist.
+
+    Raises:
+        RuntimeError: the client can't be made.
+    """
+    if name == GO:
+        return f"grpc-go {go_client.version()}", [str(go_client.build(address, folder))]
+    title = f"{CLIENTS.packages[name]} {CLIENTS.version_of(name)}"
+    return title, [str(CLIENTS.python_of(name)), str(FOLDER / f"{name}_cases.py")]
+
+
+def run(command: list[str], variables: dict[str, str]) -> Result:
     """Run a client's cases with these variables in its environment."""
     environment = {
         **os.environ,
@@ -104,7 +124,6 @@ def run(name: str, variables: dict[str, str]) -> Result:
         "HEADWATER_TOKENIZER": str(TINY_LM),
         "NO_PROXY": "127.0.0.1",
     }
-    command = [str(CLIENTS.python_of(name)), str(FOLDER / f"{name}_cases.py")]
     try:
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -118,9 +137,10 @@ def run(name: str, variables: dict[str, str]) -> Result:
 
 def main() -> None:
     """Run the clients named, or all."""
-    names = sys.argv[1:] or list(CLIENTS.packages)
-    CLIENTS.make_missing(names)
-    made = [name for name in names if CLIENTS.is_made(name)]
+    names = sys.argv[1:] or [*CLIENTS.packages, GO]
+    if others := [name for name in names if name != GO]:
+        CLIENTS.make_missing(others)
+    made = [name for name in names if name == GO or CLIENTS.is_made(name)]
     is_good = len(made) == len(names)
     with contextlib.ExitStack() as ends:
         folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="hw-")))
@@ -134,9 +154,15 @@ def main() -> None:
             "HEADWATER_KEY": key,
         }
         for name in made:
-            result = run(name, variables)
+            try:
+                title, command = client_of(name, running.grpc_address, folder / name)
+            except RuntimeError as error:
+                print(f"left out: {name}: {error}", file=sys.stderr)
+                is_good = False
+                continue
+            result = run(command, variables)
             count = len(result.passed) + len(result.failed)
-            print(f"{CLIENTS.packages[name]} {CLIENTS.version_of(name)}: {len(result.passed)} of {count}", flush=True)
+            print(f"{title}: {len(result.passed)} of {count}", flush=True)
             for case, why in result.failed.items():
                 print(f"  {case}: {why}")
             is_good = is_good and not result.failed
