@@ -24,6 +24,7 @@ BENCHMARKS: Final[tuple[str, ...]] = (
     "gateway",
     "bookkeeping",
     "fanout",
+    "triton_fanout",
     "stream",
     "neighbours",
     "tails",
