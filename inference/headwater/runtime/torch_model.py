@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ __all__ = ["ScriptModel", "open_model"]
 _KINDS: Final[tuple[Literal["str", "int", "float", "bool"], ...]] = ("str", "int", "float", "bool")
 _SCALARS: Final = {script_type: kind for kind in _KINDS for script_type in (kind, f"Optional[{kind}]")}
 """Types of parameters by TorchScript's types."""
+_POSITION: Final = re.compile(r".*__(\d+)\Z")
+"""Names of inputs that end in the position of an argument, as in Triton: ``INPUT__0``."""
 _TRY_EXPORT = "export the model with torch.export.export and torch.export.save, and name that file"
 
 
@@ -41,7 +44,7 @@ class ScriptModel(Model):
 
     Args:
         path: the file.
-        inputs: arguments of the file's ``forward``, by name.
+        inputs: arguments of the file's ``forward``, by name, or by a name that ends in ``__`` and the position.
         outputs: the results of ``forward``: a tensor, several tensors in this order, or a dict with these keys.
         values: values of arguments that are numbers, texts or truth values, by name: the defaults of request parameters
             with these names. Other arguments that are no inputs have the defaults of ``forward``.
@@ -70,7 +73,8 @@ class ScriptModel(Model):
         self._path = path
         self._title = f"model torch:{path}"
         module = self._open("cpu")
-        self.parameters = self._parameters(module, [tensor.name for tensor in inputs], values)  # type: ignore[misc]
+        self._arguments = {tensor.name: _argument(module, tensor.name) for tensor in inputs}
+        self.parameters = self._parameters(module, list(self._arguments.values()), values)  # type: ignore[misc]
         self.is_stateful = is_stateful
         self.idempotent = not is_stateful  # type: ignore[misc]
         if not is_stateful and (names := script_writes(module)):
@@ -105,7 +109,7 @@ class ScriptModel(Model):
             BadOutput: a tensor or a tuple was returned, with more or fewer outputs than the configuration declares.
         """
         parameters = inputs.pop("parameters") if self.parameters else {}
-        tensors = {name: value for name, value in inputs.items() if value is not None}
+        tensors = {self._arguments[name]: value for name, value in inputs.items() if value is not None}
         names = [tensor.name for tensor in self.outputs]
         result = self._net(**tensors, **parameters)
         if isinstance(result, dict):
@@ -218,6 +222,13 @@ def open_model(path: str, options: Mapping[str, Any], search: Sequence[str] = ()
     set_states(title, model, options)
     set_example(title, model, options, search)
     return model
+
+
+def _argument(module: Any, name: str) -> str:
+    """The argument of ``forward`` that an input of this name is; the name itself if there is no such argument."""
+    names = [argument.name for argument in module.forward.schema.arguments[1:]] if hasattr(module, "forward") else []
+    match = _POSITION.match(name) if name not in names else None
+    return names[int(match[1])] if match is not None and int(match[1]) < len(names) else name
 
 
 def _kind(title: str, file: Path) -> Literal["exported", "script"]:

@@ -2,14 +2,12 @@
 
 Started by `headwater.triton.stub_bridge` as ``main()`` with the arguments CALLS SIDE SCRIPT METRICS: the descriptors of
 two sockets, and the paths of the script and of the socket for metrics. The process ends when the bridge closes the
-connections. The script imports no file ``triton_python_backend_utils``: `headwater.triton.backend_utils` has that name
-in ``sys.modules``.
+connections.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import json
 import os
@@ -34,17 +32,15 @@ from headwater.triton.backend_utils import (
     TritonModelException,
 )
 from headwater.triton.call_codec import BFLOAT16, Disconnected, Frames, Received, Told, read_request, request_content
+from headwater.triton.execute_answers import SingleAnswer, check_sent, checked_answers
 from headwater.triton.output_check import OutputCheck
+from headwater.triton.user_script import account, script_class
 from headwater.wire.bridge import describe, read_tensors
 
 if TYPE_CHECKING:
     import asyncio  # takes 4 MB, and few models need it
 
 __all__ = ["main"]
-
-MODULE: Final = "triton_python_backend_utils"
-_TRACE_LINES: Final = 8
-"""Maximum number of places in the message of an error."""
 
 
 class _Asked:
@@ -166,7 +162,7 @@ class ModelHost:
 
     def _complete(self, text: str) -> str:
         config = ModelConfig(json.loads(text))
-        complete = getattr(self._class(), "auto_complete_config", None)
+        complete = getattr(script_class(self._script), "auto_complete_config", None)
         if complete is not None:
             config = complete(config)
             if not isinstance(config, ModelConfig):
@@ -179,7 +175,7 @@ class ModelHost:
         self._has_strict_outputs = has_strict_outputs
         self._is_decoupled = backend_utils.using_decoupled_model_transaction_policy(config)
         self._metrics.instance = arguments["model_instance_name"]
-        model = self._class()()
+        model = script_class(self._script)()
         if hasattr(model, "initialize"):
             model.initialize(dict(arguments))
         self._model = model
@@ -188,20 +184,6 @@ class ModelHost:
         if hasattr(self._model, "finalize"):
             self._model.finalize()
         self._model = None
-
-    def _class(self) -> Any:
-        folder = os.path.dirname(self._script)
-        name = f"{os.path.basename(folder)}.model"
-        sys.path += [folder, os.path.dirname(folder)]
-        spec = importlib.util.spec_from_file_location(name, self._script)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-        if not hasattr(module, "TritonPythonModel"):
-            raise AttributeError(f"{os.path.basename(self._script)} defines no class TritonPythonModel")
-        return module.TritonPythonModel
 
     def _execute(self, call: int, content: list[Any], reply: Received) -> None:
         requests: list[InferenceRequest] = []
@@ -215,7 +197,7 @@ class ModelHost:
                 model_name=self._title,
                 **about,
             )
-            sender = _Decoupled(self, call, place) if self._is_decoupled else _Single()
+            sender = _Decoupled(self, call, place) if self._is_decoupled else SingleAnswer()
             request.sender = sender
             requests.append(request)
             senders.append(sender)
@@ -235,7 +217,7 @@ class ModelHost:
                 self._answered(["done"])
                 return
             data: list[bytes | memoryview] = []
-            told = [self._told(answer, data) for answer in _checked(answers, requests)]
+            told = [self._told(answer, data) for answer in checked_answers(answers, requests)]
             self._answered(["answers", told], data)
         except Disconnected:
             raise
@@ -274,19 +256,9 @@ class ModelHost:
         asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _account(self, error: BaseException) -> str:
-        """An error's class, message, and places in the user's files, without their folders; the log gets all of it."""
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-        self.log("ERROR", "".join(lines).rstrip())
-        kind = type(error).__name__
-        text = str(error.code) if isinstance(error, SystemExit) else str(error)
-        folder = os.path.dirname(os.path.dirname(self._script)) + os.sep
-        places = [
-            f"{os.path.relpath(frame.filename, folder)}({frame.lineno}): {frame.name}"
-            for frame in reversed(traceback.extract_tb(error.__traceback__))
-            if frame.filename.startswith(folder)
-        ]
-        at = "; at " + ", ".join(places[:_TRACE_LINES]) if places else ""
-        return f"{kind}: {text}{at}"
+        """What a client is told of an error; the log gets all of it."""
+        self.log("ERROR", "".join(traceback.format_exception(error)).rstrip())
+        return account(error, self._script)
 
     def _told(self, answer: InferenceResponse | str, data: list[bytes | memoryview]) -> dict[str, Any]:
         if isinstance(answer, str):
@@ -462,7 +434,7 @@ class _Decoupled(InferenceResponseSender):
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
         """See `InferenceResponseSender.send`."""
-        _check_sent(response, flags, is_closed=self.is_closed)
+        check_sent(response, flags, is_closed=self.is_closed)
         with self._lock:  # answers leave in the order of their flags
             self._host.send_answer(self._call, self._place, response, flags)
             self.is_closed = bool(flags)
@@ -472,78 +444,12 @@ class _Decoupled(InferenceResponseSender):
         return not self.is_closed and bool(self._host.call("is_cancelled", self._call, self._place))
 
 
-class _Single(InferenceResponseSender):
-    """Takes the only answer to a request of a model that is not decoupled, from any thread."""
-
-    def __init__(self) -> None:
-        self.answers: list[InferenceResponse] = []
-        self.is_closed = False
-        self.closed = threading.Event()
-
-    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
-        """See `InferenceResponseSender.send`."""
-        _check_sent(response, flags, is_closed=self.is_closed)
-        if response is not None:
-            self.answers.append(response)
-        if flags:
-            self.is_closed = True
-            self.closed.set()
-
-    def is_cancelled(self) -> bool:
-        """See `InferenceResponseSender.is_cancelled`."""
-        return False
-
-
-def _check_sent(response: object, flags: int, *, is_closed: bool) -> None:
-    if is_closed:
-        raise TritonModelException("send: the answers to this request have ended")
-    if response is not None and not isinstance(response, InferenceResponse):
-        raise TypeError(f"send, response: expected an InferenceResponse, got {type(response).__name__}")
-    if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
-        raise TritonModelException(f"send, flags: expected 0 or TRITONSERVER_RESPONSE_COMPLETE_FINAL, got {flags}")
-    if response is None and not flags:
-        raise TritonModelException("send: expected a response, or flags=TRITONSERVER_RESPONSE_COMPLETE_FINAL")
-
-
 def _fail(senders: Sequence[Any], message: str) -> None:
     """Answer the requests of a decoupled model that have no end yet with an error and the end."""
     for sender in senders:
         if not sender.is_closed:
             error = InferenceResponse(error=TritonError(message))
             sender.send(error, flags=TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-
-
-def _checked(answers: object, requests: Sequence[InferenceRequest]) -> list[InferenceResponse | str]:
-    """The answers of ``execute``, one for each request; a text in place of what is no answer.
-
-    Raises:
-        TritonModelException: there is not one answer for each request.
-    """
-    size = len(requests)
-    if answers is None and all(request.is_sender_taken for request in requests):
-        return [_only_answer(request.get_response_sender()) for request in requests]
-    if not isinstance(answers, list):
-        got = type(answers).__name__
-        raise TritonModelException(f"execute: expected a list of {size} responses, one for each request, got {got}")
-    if len(answers) != size:
-        raise TritonModelException(
-            f"execute: expected a list of {size} responses, one for each request, got {len(answers)}"
-        )
-    for answer in answers:
-        if answer is not None and not isinstance(answer, InferenceResponse):
-            raise TritonModelException(f"execute: expected InferenceResponses, got {type(answer).__name__}")
-    missing = "execute returned None for this request, expected an InferenceResponse"
-    return [missing if answer is None else answer for answer in answers]
-
-
-def _only_answer(sender: Any) -> InferenceResponse | str:
-    """The answer that a model that isn't decoupled sends by a sender, at any time until the end of its answers."""
-    sender.closed.wait()
-    count = len(sender.answers)
-    if count != 1:
-        return f"execute sent {count} responses for this request, expected 1, since the model is not decoupled"
-    answer: InferenceResponse = sender.answers[0]
-    return answer
 
 
 def _content(request: InferenceRequest, data: list[bytes | memoryview]) -> list[Any]:
@@ -587,7 +493,6 @@ def main() -> None:
     host = ModelHost(Frames(socket.socket(fileno=int(calls))), Frames(socket.socket(fileno=int(side))), script, metrics)
     backend_utils.link = host
     backend_utils.model_folder = os.path.dirname(script)
-    sys.modules[MODULE] = backend_utils
     sys.path[0] = ""  # as in Triton's stub; it was the folder with the package `headwater`, which is imported
     with contextlib.suppress(Disconnected):
         host.run()

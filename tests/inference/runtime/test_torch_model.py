@@ -343,6 +343,9 @@ def test_torchscript_is_called_by_argument(tmp_path: Path) -> None:
     two = {"inputs": [Y, X], "outputs": [{**Y, "name": "sum"}, {**Y, "name": "difference"}]}
     outputs = loaded(reference, **two)(x=torch.full((2, 4), 3.0), y=torch.ones(2, 4))
     assert outputs["difference"].tolist() == [[2] * 4] * 2
+    placed = {**two, "inputs": [{**Y, "name": "INPUT__1"}, {**X, "name": "INPUT__0"}]}
+    outputs = loaded(reference, **placed)(INPUT__0=torch.full((2, 4), 3.0), INPUT__1=torch.ones(2, 4))
+    assert outputs["difference"].tolist() == [[2] * 4] * 2
     with pytest.raises(BadOutput, match=r"as many outputs as options\.outputs declares, 1, got 2"):
         loaded(reference, **{**two, "outputs": [Y]})(x=torch.ones(1, 4), y=torch.ones(1, 4))
     assert "its forward has no argument 'z'; its arguments are x, y" in failure(
