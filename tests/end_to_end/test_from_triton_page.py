@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -76,6 +77,19 @@ def test_the_configuration_that_splits_a_repository_serves_it(tmp_path: Path) ->
     with serve(yaml.safe_load(config.text), cwd=tmp_path) as running:
         index = {entry["name"]: entry["state"] for entry in running.get("/v2/repository/index").json()}
         assert index == dict.fromkeys(("texts", "images", "preprocess", "classify"), "READY")
+
+
+def test_an_import_runs_as_it_stands(tmp_path: Path) -> None:
+    (console,) = section("from-triton.md", "Import")
+    (_, imported, _), (_, served, _) = console.commands
+    write_repository(tmp_path / "model_repository", "doubled")
+    command = [sys.executable, "-m", "headwater_server", *imported.split()[1:]]
+    port = {**os.environ, "HEADWATER_SERVER__PORT": "0"}
+    ended = subprocess.run(command, cwd=tmp_path, env=port, capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    with serve({}, what=served.split()[-1], cwd=tmp_path) as running:
+        answer = running.infer("doubled", [[1, 2.5]], shape=[1, 2])
+        assert answer.json()["outputs"][0]["data"] == [2.0, 5.0]
 
 
 def test_the_table_has_every_field_of_a_configuration() -> None:

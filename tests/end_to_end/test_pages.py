@@ -32,6 +32,7 @@ ELSEWHERE = {
     ("from-pytriton.md", "As a `Model` class"): "tests/end_to_end/test_pytriton.py",
     ("from-triton.md", "Move in ten minutes"): "tests/end_to_end/test_from_triton_page.py",
     ("kubernetes.md", "gRPC"): "tests/deploy/helm/test_chart.py",
+    ("from-triton.md", "Import"): "tests/end_to_end/test_from_triton_page.py",
     ("kubernetes.md", "Scaling"): "tests/deploy/helm/test_chart.py",
 }
 """Sections whose blocks the tests of their subject run: they need its files."""

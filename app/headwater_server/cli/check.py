@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -38,7 +38,7 @@ from headwater_server.supervisor.preflight import (
     tracing_problems,
 )
 
-__all__ = ["check"]
+__all__ = ["ModelFindings", "check", "joined_graphs", "look_at_models"]
 
 
 def check(
@@ -116,8 +116,9 @@ def _served(config: Config, paths: tuple[str, ...], *, loads: bool) -> tuple[lis
         {name: deployment for name, deployment in some.items() if deployment.model != PLACEHOLDER}
         for some in (config.deployments, config.all_deployments())
     )
-    signatures, pythons, notes, problems = _signatures(computed, paths, loads=loads)
-    joined, pipeline_problems = _joined(served, signatures)
+    signatures, pythons, notes, problems_of = look_at_models(computed, paths, loads=loads)
+    problems = [problem for name in computed for problem in problems_of[name]]
+    joined, pipeline_problems = joined_graphs(served, signatures)
     problems += pipeline_problems
     shown: dict[str, Deployment] = {}
     for name, deployment in served.items():
@@ -141,11 +142,25 @@ def _served(config: Config, paths: tuple[str, ...], *, loads: bool) -> tuple[lis
     return summaries, problems
 
 
-def _signatures(
-    deployments: Mapping[str, Deployment], path: tuple[str, ...], *, loads: bool
-) -> tuple[dict[str, Signature], dict[str, dict[str, Any]], dict[str, tuple[str, ...]], list[Problem]]:
-    """Return the signatures of the models that can be constructed, the Pythons that the deployments name, notes (all by
-    deployment), and the problems."""
+class ModelFindings(NamedTuple):
+    """What is found out about models, by the name of the deployment."""
+
+    signatures: dict[str, Signature]
+    """The signatures of models that can be constructed."""
+    pythons: dict[str, dict[str, Any]]
+    """The Pythons that deployments name."""
+    notes: dict[str, tuple[str, ...]]
+    problems: dict[str, list[Problem]]
+
+
+def look_at_models(deployments: Mapping[str, Deployment], path: tuple[str, ...], *, loads: bool) -> ModelFindings:
+    """Construct the models of deployments that have replicas, each in a process of its Python.
+
+    Args:
+        deployments: the deployments by name.
+        path: the folders of the user's modules, the working folder first.
+        loads: whether to load and call the models, too.
+    """
     notes: dict[str, tuple[str, ...]] = {}
     signatures: dict[str, Signature] = {}
     problems: dict[str, list[Problem]] = {}
@@ -182,7 +197,7 @@ def _signatures(
                         for problem in reported
                     ]
             _probe(side, {name: deployments[name] for name in names}, path, signatures, problems, notes, loads=loads)
-    return signatures, pythons, notes, [problem for name in deployments for problem in problems[name]]
+    return ModelFindings(signatures, pythons, notes, problems)
 
 
 def _probe(
@@ -219,7 +234,7 @@ def _probe(
             problems.setdefault(name, []).append(_ended(name, deployments[name], tried, status, errors))
 
 
-def _joined(
+def joined_graphs(
     deployments: Mapping[str, Deployment], signatures: Mapping[str, Signature]
 ) -> tuple[dict[str, Signature], list[Problem]]:
     """The signatures of pipelines in placement ``graph``, and a problem for each pipeline whose steps don't fit

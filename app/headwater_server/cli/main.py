@@ -97,6 +97,14 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="default: the name of the kind")
     init.set_defaults(run=_init)
 
+    importing = commands.add_parser("import", help="write a Triton model repository as a configuration, and check it")
+    importing.add_argument("source", metavar="triton:PATH", help="the folder of the models")
+    importing.add_argument(
+        "--output", type=Path, metavar="FOLDER", default=Path("imported"), help="folder to write; default: %(default)s"
+    )
+    importing.add_argument("--overwrite", action="store_true", help="overwrite files of the folder")
+    importing.set_defaults(run=_import)
+
     status = commands.add_parser("status", help="show the models of a running server, and their states")
     _add_url(status)
     status.set_defaults(run=_status)
@@ -278,6 +286,13 @@ def _init(options: argparse.Namespace) -> int:
         print(path)
     print(f"next: cd {folder}, and see README.md")
     return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    require_folders()
+    from headwater_server.cli.import_triton import import_repository
+
+    return import_repository(options.source, options.output, overwrites=options.overwrite)
 
 
 def _status(options: argparse.Namespace) -> int:
