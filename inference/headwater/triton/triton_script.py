@@ -20,7 +20,7 @@ from headwater.signature import REQUEST
 from headwater.triton import backend_utils
 from headwater.triton.backend_utils import InferenceRequest, InferenceResponse, TritonError, TritonModelException
 from headwater.triton.execute_answers import SingleAnswer, checked_answers
-from headwater.triton.user_script import script_class
+from headwater.triton.user_script import forget_script, script_class
 
 __all__ = ["TritonScript", "passed"]
 
@@ -142,6 +142,7 @@ class TritonScript(Model):
         if hasattr(self._model, "finalize"):
             self._model.finalize()
         self._model = None
+        forget_script(self.path)
 
     def _enter(self) -> None:
         """Have the interface speak for this script: the steps of a pipeline share a process, and compute in turn."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from headwater.triton import backend_utils
 
-__all__ = ["account", "script_class"]
+__all__ = ["account", "forget_script", "script_class"]
 
 MODULE: Final = "triton_python_backend_utils"
 _TRACE_LINES: Final = 8
@@ -42,6 +42,19 @@ def script_class(script: str) -> Any:
     if not hasattr(module, "TritonPythonModel"):
         raise AttributeError(f"{os.path.basename(script)} defines no class TritonPythonModel")
     return module.TritonPythonModel
+
+
+def forget_script(script: str) -> None:
+    """Undo what `script_class` changed, so that another script's modules of the same names are found."""
+    version = os.path.dirname(script)
+    model = os.path.dirname(version)
+    for path in (version, model):
+        if path in sys.path:
+            sys.path.remove(path)
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith(version + os.sep) or os.path.dirname(file) == model:
+            del sys.modules[name]
 
 
 def account(error: BaseException, script: str) -> str:

@@ -65,7 +65,7 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def script(folder: Path, source: str = SUMS, *, options: dict[str, Any] | None = None, **changes: Any) -> TritonScript:
     path = folder / "sums" / "1" / "model.py"
-    path.parent.mkdir(parents=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(HEAD + textwrap.dedent(source))
     config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
     model: TritonScript = type("Sums", (TritonScript,), {"path": str(path), "config": config})(**(options or {}))
@@ -164,3 +164,21 @@ def test_the_end_runs_finalize_and_the_log_names_the_model(
     """
     script(tmp_path, source).unload()
     assert capfd.readouterr().err == "WARNING model sums: ended\n"
+
+
+def test_after_its_end_another_script_finds_its_own_helper(tmp_path: Path) -> None:
+    source = """
+    import helper
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            return [pb_utils.InferenceResponse(error=pb_utils.TritonError(helper.NAME))]
+    """
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        (folder / "sums" / "1").mkdir(parents=True)
+        (folder / "sums" / "1" / "helper.py").write_text(f"NAME = {name!r}")
+        model = script(folder, source)
+        with pytest.raises(TritonModelException, match=name):
+            ask(model, [[1, 2]], ["1 "])
+        model.unload()

@@ -14,7 +14,7 @@ __all__ = ["check_signature", "converted_model"]
 
 
 def converted_model(model: RepositoryModel) -> Converted:
-    """The deployment of a model; with versions, if Triton serves several.
+    """The deployment of a model; with versions, if Triton serves others than version 1.
 
     Raises:
         Unfit: it can't be a deployment.
@@ -30,7 +30,7 @@ def converted_model(model: RepositoryModel) -> Converted:
         for version, file in files.items()
     }
     latest = next(reversed(sections))
-    own = sections[latest] if len(sections) == 1 else {"versions": sections, "traffic": {latest: 1.0}}
+    own = sections["1"] if [*sections] == ["1"] else {"versions": sections, "traffic": {latest: 1.0}}
     classes = tuple(file.script_class for file in files.values() if file.script_class is not None)
     return Converted({**own, **section}, tuple(remarks), classes)
 

@@ -18,6 +18,7 @@ __all__ = ["converted_ensemble", "steps_of"]
 PASSED: Final = "headwater.triton.triton_script:passed"
 """The function of steps that answer some outputs of another step, under the ensemble's names."""
 _MOST_STEPS: Final = 200
+_GREATEST_DEPTH: Final = 20
 _FIX: Final = "correct ensemble_scheduling"
 _OF_STEPS: Final = ("device", "python", "instances", "replicas", "batching")
 """Fields of a step's model that a graph's step has."""
@@ -55,10 +56,7 @@ def converted_ensemble(ensemble: RepositoryModel, models: Mapping[str, Repositor
     if not config.max_batch_size:
         raise Unfit("it has no batches (max_batch_size is 0), as pipelines have")
     section, remarks = settings_of(ensemble)
-    try:
-        flat_steps = list(itertools.islice(_flat(ensemble, models), _MOST_STEPS + 1))
-    except RecursionError:
-        raise Unfit("its ensembles are nested too deep") from None
+    flat_steps = list(itertools.islice(_flat(ensemble, models, 0), _MOST_STEPS + 1))
     if len(flat_steps) > _MOST_STEPS:
         raise Unfit(f"it has more than {_MOST_STEPS} steps, with those of ensembles in it")
     flat = dict(zip(_names(flat_steps), flat_steps, strict=True))
@@ -119,8 +117,10 @@ def _classes(files: Mapping[str, ModelFile]) -> Iterator[Any]:
     return (file.script_class for file in files.values() if file.script_class is not None)
 
 
-def _flat(ensemble: RepositoryModel, models: Mapping[str, RepositoryModel]) -> Iterator[FlatStep]:
-    """The steps, with those of ensembles that are steps in place of these."""
+def _flat(ensemble: RepositoryModel, models: Mapping[str, RepositoryModel], depth: int) -> Iterator[FlatStep]:
+    """The steps, with those of ensembles that are steps in place of these; ``depth`` is the ensemble's."""
+    if depth > _GREATEST_DEPTH:
+        raise Unfit(f"ensembles in it are nested more than {_GREATEST_DEPTH} deep")
     for place, step in enumerate(ensemble.config.ensemble_scheduling.step):
         model, inputs, outputs = models[step.model_name], dict(step.input_map), dict(step.output_map)
         _check_step(ensemble, model, inputs, outputs)
@@ -128,7 +128,7 @@ def _flat(ensemble: RepositoryModel, models: Mapping[str, RepositoryModel]) -> I
             yield FlatStep(model, step.model_version, inputs, outputs)
             continue
         outer = {**inputs, **outputs}
-        for inner in _flat(model, models):
+        for inner in _flat(model, models, depth + 1):
             placed = [
                 {key: outer.get(tensor, f"{place} {tensor}") for key, tensor in tensors.items()}
                 for tensors in (inner.inputs, inner.outputs)

@@ -39,6 +39,7 @@ class RepositoryConversion:
         """Models that stay in the deployment of the repository, each with the reason."""
         self.lost: dict[str, str] = {}
         """Models that can't be served at all, each with the reason and what to do."""
+        self._circular = {name for name in self.models if name in _below(name, self.models)}
         for name, model in self.models.items():
             if problem := next(problems_of(_on_cpu(model)), None):
                 self.lost[name] = f"{problem.reason}; {problem.fix}"
@@ -113,7 +114,7 @@ class RepositoryConversion:
         if missing := [step for step in steps if step not in self.models or step in self.lost]:
             self.kept.pop(name, None)
             self.lost[name] = f"its step {missing[0]} is not served; see there"
-        elif name in _below(name, self.models):
+        elif name in self._circular:
             self.kept.pop(name, None)
             self.lost[name] = "it is a step of itself; correct ensemble_scheduling"
         elif name in self.kept:

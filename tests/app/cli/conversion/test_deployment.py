@@ -106,6 +106,8 @@ def test_without_batches_a_file_is_served_as_it_is(tmp_path: Path) -> None:
          {"warmup_batch_sizes": [4], "options": {"example": {"INPUT__0": [0.0] * 4}}}, "zeros in place of random"),
         ("onnxruntime", 'model_warmup [{ inputs { key: "INPUT__0" value { data_type: TYPE_FP32 dims: 4 '
          'input_data_file: "x" } } }]', {"warmup_batch_sizes": [1]}, "zeros in place of its values"),
+        ("onnxruntime", 'model_warmup [{ batch_size: 4000000 inputs { key: "INPUT__0" value { data_type: TYPE_FP32 '
+         'dims: -4 zero_data: true } } }]', {"warmup_batch_sizes": [8]}, "zeros in place of its values"),
     ],
 )  # fmt: skip
 def test_fields_that_are_carried_over_and_remarks_on_others(
@@ -114,6 +116,12 @@ def test_fields_that_are_carried_over_and_remarks_on_others(
     result = converted(tmp_path, backend, config)
     assert {name: result.section.get(name) for name in fields} == fields
     assert words in "; ".join(result.remarks)
+
+
+def test_a_version_other_than_1_keeps_its_number(tmp_path: Path) -> None:
+    section = converted(tmp_path, "python", versions=("1", "3")).section
+    assert section["versions"]["3"]["model"] == "triton_models:m"
+    assert section["traffic"] == {"3": 1.0}
 
 
 def test_several_versions_answer_by_their_numbers_and_the_greatest_by_default(tmp_path: Path) -> None:

@@ -115,3 +115,13 @@ def test_what_pipelines_cannot_express_stays(tmp_path: Path, config: str, words:
         tmp_path, {"e": (config, ""), "one": (PYTHON, PLAIN), "cuts": (PYTHON.replace(FIXED, VARYING), PLAIN)}
     )
     assert words in RepositoryConversion(tmp_path).kept["e"]
+
+
+@pytest.mark.parametrize(("count", "width", "words"), [(9, 2, "more than 200 steps"), (30, 1, "more than 20 deep")])
+def test_ensembles_that_are_laid_out_without_end_stay(tmp_path: Path, count: int, width: int, words: str) -> None:
+    models = {"e0": ensemble(*[("one", "x", "y")] if width == 1 else [("one", "x", "a"), ("one", "a", "y")])}
+    for number in range(1, count):
+        name = f"e{number - 1}"
+        models[f"e{number}"] = ensemble(*[(name, "x", "y")] if width == 1 else [(name, "x", "a"), (name, "a", "y")])
+    write_repository(tmp_path, {"one": (PYTHON, PLAIN), **models})
+    assert any(words in reason for reason in RepositoryConversion(tmp_path).kept.values())
