@@ -13,9 +13,9 @@ from headwater_server.cli.conversion.converted import Unfit
 from headwater_server.repository.environments import named_path
 from headwater_server.repository.model_config import ENVIRONMENT, RepositoryModel
 
-__all__ = ["CACHE", "Settings", "example_of", "instance_count", "python_of", "settings_of"]
+__all__ = ["CACHE_BYTES", "Settings", "example_of", "instance_count", "python_of", "settings_of"]
 
-CACHE: Final = "64MiB"
+CACHE_BYTES: Final = 64 * 1024 * 1024
 """Size of a deployment's cache: Triton's is not in the repository."""
 _MOST_VALUES: Final = 1000
 """Maximum number of values of a warm-up's example in a configuration."""
@@ -48,8 +48,8 @@ def settings_of(model: RepositoryModel) -> Settings:
         fields |= part[0]
         remarks += part[1]
     if config.response_cache.enable:
-        fields["cache"] = {"max_bytes": CACHE}
-        remarks.append(f"response_cache: cache.max_bytes is {CACHE}, since the repository doesn't say how much")
+        fields["cache"] = {"max_bytes": CACHE_BYTES}
+        remarks.append("response_cache: cache.max_bytes is 64 MiB, since the repository doesn't say how much")
     if python := python_of(model):
         fields["python"] = python
     return fields, remarks

@@ -13,6 +13,7 @@ from typing import Any
 from headwater_server.cli.conversion.converted import Converted, RefusedByTriton, ScriptClass, Unfit
 from headwater_server.cli.conversion.deployment import converted_model
 from headwater_server.cli.conversion.ensemble import converted_ensemble, steps_of
+from headwater_server.cli.conversion.model_settings import CACHE_BYTES
 from headwater_server.cli.conversion.script_limits import read_script
 from headwater_server.repository.config_fields import problems_of
 from headwater_server.repository.model_config import RepositoryModel, models_of
@@ -59,8 +60,10 @@ class RepositoryConversion:
         """The deployments by name, as a configuration has them."""
         sections = {name: self.converted[name].section for name in self.models if name in self.converted}
         if self.kept:
-            options = {} if self.kept.keys() == self.models.keys() else {"options": {"models": sorted(self.kept)}}
-            sections[self.rest] = {"model": f"triton:{self.repository}", **options}
+            options: dict[str, Any] = {} if self.kept.keys() == self.models.keys() else {"models": sorted(self.kept)}
+            if any(self.models[name].config.response_cache.enable for name in self.kept):
+                options["cache_bytes"] = CACHE_BYTES
+            sections[self.rest] = {"model": f"triton:{self.repository}", **({"options": options} if options else {})}
         return sections
 
     @property

@@ -58,7 +58,10 @@ def read_script(script: Path) -> ScriptSource:
     if isinstance(methods.get("execute"), ast.AsyncFunctionDef):
         limits.append("its execute is a coroutine function (async def); write it as a plain function")
     constants = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    helpers = {path.stem for folder in folders for path in folder.iterdir() if _is_module(path)} - {script.stem}
+    helpers = {path.stem for folder in folders for path in folder.iterdir() if _is_module(path)} - {
+        script.stem,
+        "__init__",
+    }
     return ScriptSource(
         limits[0] if limits else "",
         not names.isdisjoint(_ASKS),

@@ -91,7 +91,7 @@ def test_without_batches_a_file_is_served_as_it_is(tmp_path: Path) -> None:
          {"device": ["cuda:0", "cuda:1"], "replicas": 2}, ""),
         ("python", "instance_group [{ count: 2 kind: KIND_GPU gpus: [1] }]", {"device": "cuda:1", "replicas": 2}, ""),
         ("python", "instance_group [{ rate_limiter { priority: 1 } }]", {}, "instance_group.rate_limiter"),
-        ("onnxruntime", "response_cache { enable: true }", {"cache": {"max_bytes": "64MiB"}}, "response_cache"),
+        ("onnxruntime", "response_cache { enable: true }", {"cache": {"max_bytes": 2**26}}, "response_cache"),
         ("onnxruntime", 'parameters { key: "intra_op_thread_count" value { string_value: "2" } }', {"threads": 2}, ""),
         ("onnxruntime", 'parameters { key: "other" value { string_value: "2" } }', {}, "parameters.other"),
         ("onnxruntime", "dynamic_batching { preferred_batch_size: [ 2, 4 ] }", {}, "batching.max_batch_size to 4"),

@@ -123,6 +123,11 @@ def test_a_model_that_no_triton_serves_is_named_with_what_to_do(tmp_path: Path, 
     assert conversion.content().keys() == {"plain"}
 
 
+def test_the_repository_has_a_cache_if_a_staying_model_wants_it(tmp_path: Path) -> None:
+    conversion = converted(tmp_path, asks=(f"{PYTHON} response_cache {{ enable: true }}", ASKS))
+    assert conversion.content()["triton"]["options"] == {"cache_bytes": 64 * 1024 * 1024}
+
+
 def test_two_ensembles_of_each_other_are_both_lost(tmp_path: Path) -> None:
     conversion = converted(tmp_path, a=ensemble(("b", "x", "y")), b=ensemble(("a", "x", "y")))
     assert conversion.lost.keys() == {"a", "b"}
