@@ -47,7 +47,8 @@ CORS_REQUEST_HEADERS: Final = (
     "Authorization", "Content-Type", "Inference-Header-Content-Length", "Traceparent", "X-API-Key", "X-Request-Id",
 )  # fmt: skip
 CORS_ANSWER_HEADERS: Final = (
-    "Headwater-Cache", "Headwater-Version", "Inference-Header-Content-Length", "Retry-After", "X-Request-Id",
+    "Headwater-Cache", "Headwater-Ignored", "Headwater-Version", "Inference-Header-Content-Length", "Retry-After",
+    "X-Request-Id",
 )  # fmt: skip
 """Headers of answers that scripts may read, besides the few that CORS always allows."""
 _MAPPED: Final = {

@@ -19,6 +19,7 @@ from headwater_server.codecs.faults import at, shown
 from headwater_server.lm.answer_grammar import ResponseFormat, checked_grammar
 from headwater_server.lm.call_grammar import call_grammar
 from headwater_server.lm.openai_answer import OpenAIAnswer, shown_tokens
+from headwater_server.lm.reasoning_effort import Effort, template_effort
 from headwater_server.lm.sampling_fields import Flag, StreamFields
 from headwater_server.lm.text.chat_messages import checked_messages
 from headwater_server.lm.text.tool_calls import CallFinder, CallPart, ToolUse
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from headwater_server.lm.text.language import LanguageText
     from headwater_server.lm.text.token_texts import TokenTexts
 
-__all__ = ["ChatAnswer", "ChatRequest", "Messages", "TemplateVariables", "checked_variables"]
+__all__ = ["ChatAnswer", "ChatRequest", "Messages", "TemplateVariables", "Verbosity", "checked_variables"]
 
 
 class ChatAnswer(OpenAIAnswer):
@@ -152,6 +153,7 @@ Messages: TypeAlias = Annotated[Any, Meta(extra_json_schema={"type": "array", "m
 TemplateVariables: TypeAlias = Annotated[
     dict[str, Any] | None, Meta(description="Further variables of the model's chat template")
 ]
+Verbosity: TypeAlias = Annotated[Literal["low", "medium", "high"], Meta(description="Without effect")]
 _ONLY_TEXT: Final = {"expected": '["text"]'}
 
 
@@ -179,10 +181,10 @@ class ChatRequest(StreamFields, kw_only=True):
     prediction: None = None
     prompt_cache_options: None = None
     prompt_cache_retention: None = None
-    reasoning_effort: None = None
+    reasoning_effort: Effort | None = None
     tool_choice: Annotated[Any, Meta(extra_json_schema=CHOICE_SCHEMA)] = None
     tools: Annotated[Any, Meta(extra_json_schema=TOOLS_SCHEMA)] = None
-    verbosity: None = None
+    verbosity: Verbosity | None = None
     web_search_options: None = None
 
     def answer_form(self, plan: TextPlan, texts: TokenTexts) -> ChatAnswer:
@@ -207,17 +209,30 @@ class ChatRequest(StreamFields, kw_only=True):
         grammar = checked_grammar(self.response_format, self.structured_outputs, limits)
         path, wanted = self._max_tokens()
         tools, use, grammar = self._tool_use(text, limits, grammar)
-        rendered = text.chat_text(
-            checked_messages(self.messages, limits.context_length),
-            checked_variables(self.chat_template_kwargs),
-            tools or None,
-        )
+        variables, ignored = self._variables(text)
+        messages = checked_messages(self.messages, limits.context_length)
+        rendered = text.chat_text(messages, variables, tools or None)
         if use is not None and grammar is None:  # with a grammar the model can't write reasoning
             use = use.after(rendered)
         ids = text_ids(prompt, rendered, text.encode_chat, limits)
         default = max(limits.cache_tokens // limits.max_sequences - len(ids), LEAST_CHAT_TOKENS)
         prompts = [Prompt(ids, answer_tokens(prompt, path, ids, wanted, default, limits))]
-        return plan(prompts, self.n or 1, sampling, end, limits, self.timeout_s, grammar)._replace(tools=use)
+        made = plan(prompts, self.n or 1, sampling, end, limits, self.timeout_s, grammar)
+        return made._replace(tools=use, ignored=ignored)
+
+    def _variables(self, text: LanguageText) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Further variables of the chat template, and the request's fields without effect.
+
+        Raises:
+            BadRequest: a variable is reserved for the server.
+        """
+        variables: dict[str, Any] = {}
+        ignored = ["verbosity"] if self.verbosity not in (None, "medium") else []
+        if self.reasoning_effort is not None and text.template is not None:
+            variables, is_honoured = template_effort(self.reasoning_effort, text.template.variables)
+            if not is_honoured:
+                ignored.append("reasoning_effort")
+        return {**variables, **(checked_variables(self.chat_template_kwargs) or {})}, tuple(ignored)
 
     def _tool_use(
         self, text: LanguageText, limits: EngineLimits, grammar: Grammar | None

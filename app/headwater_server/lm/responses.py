@@ -18,7 +18,8 @@ from headwater.engine import EngineLimits, Sampling, TopLogprobs
 from headwater_server.codecs.faults import at, key_text, shown
 from headwater_server.errors import BadRequest
 from headwater_server.lm.answer_grammar import JsonSchemaFormat, ResponseFormat, Schema
-from headwater_server.lm.chat import ChatRequest, TemplateVariables
+from headwater_server.lm.chat import ChatRequest, TemplateVariables, Verbosity
+from headwater_server.lm.reasoning_effort import Effort
 from headwater_server.lm.responses_answer import ResponsesAnswer
 from headwater_server.lm.sampling_fields import StreamFields
 from headwater_server.lm.sequence import SequenceSpec
@@ -82,6 +83,7 @@ def _flat(schema: dict[str, Any]) -> dict[str, Any]:
 
 _TOOLS: Final = {**TOOLS_SCHEMA, "items": _flat(TOOLS_SCHEMA["items"])}
 _CHOICE: Final = {"anyOf": [CHOICE_SCHEMA["anyOf"][0], _flat(CHOICE_SCHEMA["anyOf"][1])]}
+Summary: TypeAlias = Annotated[Literal["auto", "concise", "detailed"], Meta(description="Without effect")]
 _Label: TypeAlias = Annotated[str, Meta(max_length=_MAX_LABEL, description="A label, without effect")]
 
 
@@ -114,7 +116,14 @@ class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_
 
 class _TextFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     format: TextFormat | None = None
-    verbosity: None = None
+    verbosity: Verbosity | None = None
+
+
+class _Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    effort: Effort | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
+    """The former name of ``summary``."""
 
 
 class ResponsesRequest(StreamFields, kw_only=True):
@@ -126,7 +135,7 @@ class ResponsesRequest(StreamFields, kw_only=True):
     text: _TextFields | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: TopLogprobs | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Annotated[Literal["disabled", "auto"] | None, Meta(description="Nothing is cut off")] = None
     store: Annotated[bool | None, Meta(description="No answer is kept: only false is supported")] = None
     background: Annotated[bool | None, Meta(description="Only false is supported")] = None
     previous_response_id: Annotated[str | None, Meta(description="Not supported: send the items themselves")] = None
@@ -150,7 +159,12 @@ class ResponsesRequest(StreamFields, kw_only=True):
     prompt: None = None
     prompt_cache_options: None = None
     prompt_cache_retention: None = None
-    reasoning: None = None
+    reasoning: _Reasoning | None = None
+    client_metadata: Annotated[dict[str, str] | None, Meta(description="Labels, without effect")] = None
+
+    @property
+    def _effort(self) -> Effort | None:
+        return None if self.reasoning is None else self.reasoning.effort
 
     def answer_form(self, plan: TextPlan, texts: TokenTexts) -> ResponsesAnswer:
         """The form of the answer to this request. `plan` and `texts` must come from this request and its model."""
@@ -181,6 +195,8 @@ class ResponsesRequest(StreamFields, kw_only=True):
             tools=_chat_tools(self.tools),
             tool_choice=_chat_tool(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
+            reasoning_effort=self._effort,
+            verbosity=None if self.text is None else self.text.verbosity,
         )
         try:
             plan = chat.plan(text, limits, prompt="input")
@@ -189,7 +205,12 @@ class ResponsesRequest(StreamFields, kw_only=True):
         if has_logprobs and plan.tools is not None:
             expected = "this model does not support log probabilities of an answer that may call tools"
             raise at("include", None, f'{expected}; leave one of them out, or set "tool_choice": "none"')
-        return plan._replace(specs=[_from_text_format(spec) for spec in plan.specs])
+        ignored = [_NAMES[name] for name in plan.ignored]
+        if self.reasoning is not None and (self.reasoning.summary or self.reasoning.generate_summary):
+            ignored.append("reasoning.summary")
+        if self.truncation == "auto":
+            ignored.append("truncation")
+        return plan._replace(specs=[_from_text_format(spec) for spec in plan.specs], ignored=tuple(ignored))
 
     def _repeated(self, sampling: Sampling) -> dict[str, Any]:
         """The request fields that an answer repeats, with defaults for absent fields. `sampling` is the sampling of the
@@ -204,7 +225,7 @@ class ResponsesRequest(StreamFields, kw_only=True):
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": None,
             "prompt_cache_key": self.prompt_cache_key,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": self._effort, "summary": None},
             "safety_identifier": self.safety_identifier,
             "service_tier": "default",
             "store": False,
@@ -247,6 +268,7 @@ class ResponsesRequest(StreamFields, kw_only=True):
         """
         messages: list[Any] = []
         names = dict(_NAMES)
+        reasoning: str | None = None
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
             names["messages[0]"] = "instructions"
@@ -257,8 +279,13 @@ class ResponsesRequest(StreamFields, kw_only=True):
         for n, item in enumerate(self.input):
             path = f"input[{n}]"
             kind = item.get("type") if isinstance(item, dict) else None
+            if kind == "reasoning":
+                reasoning = _reasoning(item, path)
+                continue
             if kind == "function_call":
                 _add_call(item, path, messages, names)
+                _think(messages[-1], reasoning)
+                reasoning = None
                 continue
             place = f"messages[{len(messages)}]"
             names[place] = path
@@ -267,7 +294,31 @@ class ResponsesRequest(StreamFields, kw_only=True):
                 messages.append(_chat_result(item, path))
             else:
                 messages.append(_chat_message(item, path))
+            _think(messages[-1], reasoning)
+            reasoning = None
         return messages, names
+
+
+def _reasoning(item: dict[str, Any], path: str) -> str | None:
+    """The text of an item with the model's reasoning: its content, or else its summary; None if it has no text."""
+    for field in ("content", "summary"):
+        parts = item.get(field)
+        if parts is None:
+            continue
+        if not isinstance(parts, list):
+            raise at(f"{path}.{field}", None, f"expected an array of texts, got {shown(parts)}")
+        for n, part in enumerate(parts):
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                raise at(f"{path}.{field}[{n}]", None, f"expected an object with a text, got {shown(part)}")
+        if parts:
+            return "\n".join(part["text"] for part in parts)
+    return None
+
+
+def _think(message: dict[str, Any], reasoning: str | None) -> None:
+    """Give the reasoning before a message to it, if it is the assistant's; else the reasoning is dropped."""
+    if reasoning is not None and message["role"] == "assistant":
+        message.setdefault("reasoning_content", reasoning)
 
 
 def _chat_tools(tools: object) -> object:
@@ -306,8 +357,8 @@ def _chat_message(item: object, path: str) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise at(path, None, f"expected a message with 'role' and 'content', got {shown(item)}")
     if item.get("type") not in (None, "message"):
-        expected = "expected 'message', 'function_call' or 'function_call_output', the kinds of items this model takes"
-        raise at(f"{path}.type", None, f"{expected}, got {shown(item['type'])}")
+        expected = "expected 'message', 'reasoning', 'function_call' or 'function_call_output'"
+        raise at(f"{path}.type", None, f"{expected}, the kinds of items this model takes, got {shown(item['type'])}")
     if item.get("role") not in _ROLES:
         raise at(f"{path}.role", None, f"expected one of {', '.join(_ROLES)}, got {shown(item.get('role'))}")
     if item.get("tool_calls") is not None:
@@ -351,6 +402,8 @@ _NAMES: Final = {
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
     "logprobs": "include",
+    "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
     "tool_choice.function": "tool_choice",
     **{f"tools[{n}].function": f"tools[{n}]" for n in range(MAX_TOOLS)},
 }

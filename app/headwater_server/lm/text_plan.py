@@ -65,6 +65,8 @@ class TextPlan(NamedTuple):
     """Number of choices of each prompt."""
     tools: ToolUse | None = None
     """How the texts are searched for tool calls; `None` if the whole texts are content."""
+    ignored: tuple[str, ...] = ()
+    """Paths of the request's fields without effect, which the answer's header `headwater-ignored` names."""
 
     def streams(self, texts: TokenTexts) -> list[TextStream]:
         """A new `TextStream` for each sequence."""

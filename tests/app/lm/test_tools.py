@@ -134,7 +134,7 @@ def message(**call: Any) -> list[dict[str, Any]]:
         ),
         ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls: expected an array of calls"),
         ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages[0].tool_calls[0]: expected an object"),
-        ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content: expected a string or an array"),
+        ({"messages": [{"role": "tool", "tool_calls": []}]}, "messages[0].content: expected a string or an array"),
         (
             {"messages": [{"role": "user", "content": "x", "tool_calls": message()[1]["tool_calls"]}]},
             "messages[0].tool_calls: expected it in messages of the role 'assistant' only",

@@ -116,6 +116,8 @@ async def answer_text(
             plan, text_streams = await pool.run(planned, client_of(scope), size_bytes)
             if text is await dispatcher.text():  # else the model was reloaded meanwhile, perhaps with another tokenizer
                 break
+        if plan.ignored:
+            note_ignored(scope, plan.ignored)
         form_of_this = form(plan, text.tokenizer.texts)
         # From here until the code that closes the generation, nothing may be awaited and nothing may fail.
         request_id = owned_id(scope["state"], scope["state"]["request_id"])
@@ -131,6 +133,12 @@ async def answer_text(
             job.close()
         scope["state"]["note"] = _note(job)
         return Reply(200, [body], [JSON])
+
+
+def note_ignored(scope: Scope, fields: Sequence[str]) -> None:
+    """Name a request's fields without effect in the answer's header ``headwater-ignored``."""
+    headers: dict[str, str] = scope["state"].setdefault("answer_headers", {})
+    headers["headwater-ignored"] = ", ".join(fields)
 
 
 def client_of(scope: Scope) -> str:

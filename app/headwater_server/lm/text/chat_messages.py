@@ -51,7 +51,7 @@ def _checked(message: object, path: str) -> dict[str, Any]:
         raise _wrong(f"{path}.role", f"one of {', '.join(ROLES)}", message.get("role"))
     calls = _tool_calls(message, path)
     content = message.get("content")
-    if content is None and calls.get("tool_calls"):
+    if content is None and (calls.get("tool_calls") or message["role"] == "assistant"):
         content = ""
     if isinstance(content, list):
         content = _BETWEEN_PARTS.join([_text(part, f"{path}.content[{n}]") for n, part in enumerate(content)])

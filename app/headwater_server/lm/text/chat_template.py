@@ -59,6 +59,8 @@ class ChatTemplate:
             raise ConfigError(f"chat template: expected a template named 'default', got {got}")
         self._environment = TemplateEnvironment(max_characters, max_seconds)
         self._templates = {name: self._environment.compiled(name, source) for name, source in templates.items()}
+        self.variables = frozenset[str]().union(*map(self._environment.variables, templates.values()))
+        """The names that the templates read."""
         self._knows_developers = any("developer" in source for source in templates.values())
         self._special_tokens = dict(special_tokens)
 

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any, Final, NoReturn, cast
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -114,6 +114,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             "dict": _Dict(),
             "namespace": _Namespace,
         }
+
+    def variables(self, source: str) -> set[str]:
+        """The names that a template reads and doesn't set itself. Raises `jinja2.TemplateSyntaxError`."""
+        return meta.find_undeclared_variables(self.parse(source))
 
     def compiled(self, name: str, source: str) -> jinja2.Template:
         """Compile a template, with counters for loops and output.
