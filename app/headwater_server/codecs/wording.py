@@ -24,6 +24,7 @@ __all__ = [
     "has_float",
     "kind_of",
     "parsed",
+    "structs_of",
 ]
 
 PARSE_ERRORS: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -135,6 +136,12 @@ def _alternatives(kind: inspect.Type) -> Sequence[inspect.Type]:
     if isinstance(kind, inspect.UnionType):
         return [alternative for within in kind.types for alternative in _alternatives(within)]
     return (kind,)
+
+
+def structs_of(kind: Any) -> list[inspect.StructType]:
+    """The structs that a type accepts. ``kind`` is a type, or msgspec's description of a type."""
+    info = kind if isinstance(kind, inspect.Type) else _type_info(kind)
+    return [part for part in _alternatives(info) if isinstance(part, inspect.StructType)]
 
 
 def bounds_at(kind: Any, path: str, name: str) -> str:

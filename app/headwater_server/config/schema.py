@@ -256,6 +256,9 @@ class Server(Section):
     grpc_port: Annotated[int, Field(ge=0, le=65_535)] | None = None
     """The port of gRPC (the Open Inference Protocol's service), on the same host; 0: any free port; default: no
     gRPC."""
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    """What becomes of fields that OpenAI's text routes don't know. ``ignore``: they are left out, and the answer's
+    header ``headwater-ignored`` names them; ``refuse``: the request is refused with 400."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Gateway processes. Limits in this file are totals; each worker has an equal share."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000

@@ -102,7 +102,7 @@ def create_app(
         is_full = server.access_log == "full"
         log = AccessLog(log_format=server.log_format, payloads=is_full) if server.access_log else None
         records = RequestRecords(log, StreamLimits(write_timeout_s=server.client_timeout_s))
-    routes = _inference_routes(models, reader)
+    routes = _inference_routes(models, reader, refuses_unknown=server.unknown_fields == "refuse")
     gateway = FastAPI(
         title="Headwater",
         version=headwater_server.__version__,
@@ -145,15 +145,19 @@ def create_app(
     return Entry(gateway, routes, records, keys, cors if cors_origins else None)
 
 
-def _inference_routes(models: Models, reader: BodyReader) -> list[EndpointRoute]:
+def _inference_routes(models: Models, reader: BodyReader, *, refuses_unknown: bool) -> list[EndpointRoute]:
     pool = TextPool()
+
+    def text_endpoint(kind: type[ChatRequest | CompletionRequest | ResponsesRequest]) -> OpenAITextEndpoint:
+        return OpenAITextEndpoint(models, reader, kind, pool, refuses_unknown=refuses_unknown)
+
     infer = InferEndpoint(models, reader)
     generate = GenerateEndpoint(models, reader, pool, streams=False)
     generate_stream = GenerateEndpoint(models, reader, pool, streams=True)
     bodies: dict[str, BodyEndpoint] = {
-        "/v1/chat/completions": OpenAITextEndpoint(models, reader, ChatRequest, pool),
-        "/v1/completions": OpenAITextEndpoint(models, reader, CompletionRequest, pool),
-        "/v1/responses": OpenAITextEndpoint(models, reader, ResponsesRequest, pool),
+        "/v1/chat/completions": text_endpoint(ChatRequest),
+        "/v1/completions": text_endpoint(CompletionRequest),
+        "/v1/responses": text_endpoint(ResponsesRequest),
         **{path: MappedEndpoint(models, reader, respond) for path, respond in _MAPPED.items()},
     }
     invocations = InvocationsEndpoint(models, reader, bodies)

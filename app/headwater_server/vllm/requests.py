@@ -1,4 +1,4 @@
-"""The request fields that clients may send to vLLM. Every field is listed here, since vLLM ignores unknown fields.
+"""The request fields that clients may send to vLLM. Every field is listed here: vLLM would ignore others in silence.
 (The route of ``/v1/embeddings`` has its own list.)
 
 vLLM itself checks most values. Source: OpenAI's API reference, and vLLM 0.32 for the extensions.
@@ -16,6 +16,7 @@ import msgspec
 from headwater.errors import did_you_mean
 from headwater_server.codecs.faults import at, key_text, shown
 from headwater_server.errors import BadRequest
+from headwater_server.lm.known_fields import MAX_IGNORED, check_ignorable
 from headwater_server.lm.text_generate import NO_DETAILS, GenerateRequest
 from headwater_server.lm.tools import NO_PARAMETERS
 from headwater_server.telemetry.catalogue import Route
@@ -57,7 +58,8 @@ _FIELDS: Final[dict[Route, set[str]]] = {
     },
 }  # fmt: skip
 _LABELS: Final = {
-    "metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier",
+    "client_metadata", "metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "service_tier",
 }  # fmt: skip
 """Fields that don't affect the answer: accepted, but not sent to vLLM."""
 _REFUSED: Final = {
@@ -65,9 +67,7 @@ _REFUSED: Final = {
     "background": "this server keeps no answers for later",
     "previous_response_id": "this server keeps no answers; send the conversation so far as `input`",
     "conversation": "this server keeps no answers; send the conversation so far as `input`",
-    **dict.fromkeys(
-        ("audio", "function_call", "functions", "prediction", "verbosity", "web_search_options"), "not supported"
-    ),
+    **dict.fromkeys(("audio", "function_call", "functions", "prediction", "web_search_options"), "not supported"),
 }
 """Fields of OpenAI's API that must be absent, null, false or empty, each with the reason."""
 _STREAM_OPTIONS: Final = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
@@ -89,6 +89,8 @@ class VllmRequest(NamedTuple):
     """Whether the client asked for the token usage in every chunk."""
     timeout_s: float | None = None
     """Maximum duration of the whole request in seconds; None: no maximum."""
+    ignored: tuple[str, ...] = ()
+    """The client's fields without effect."""
 
     def encoded(self, cache_scope: str) -> bytes:
         """The body that vLLM gets, in JSON. It asks vLLM to count the tokens in every event of a stream of chat or
@@ -135,15 +137,23 @@ def fields_of(route: Route) -> list[str]:
     return sorted(_FIELDS[route] | _LABELS | more | {"model", "stream", "timeout_s", "store"})
 
 
-def read_request(route: Route, body: dict[str, Any]) -> VllmRequest:
+def read_request(route: Route, body: dict[str, Any], *, refuses_unknown: bool = False) -> VllmRequest:
     """Check the fields of a request of chat, completions or responses.
 
+    Args:
+        route: the route.
+        body: the request.
+        refuses_unknown: whether each unknown field is refused; else it is left out, as by
+            `headwater_server.lm.known_fields.read_known`.
+
     Raises:
-        BadRequest: a field is unknown, requests an unsupported feature, or has a wrong value that the gateway would
-            otherwise use (`n`, `timeout_s`, `stream`, `stream_options`); the message names the field.
+        BadRequest: a field is unknown and can't be left out, requests an unsupported feature, or has a wrong value
+            that the gateway would otherwise use (`n`, `timeout_s`, `stream`, `stream_options`); the message names the
+            field.
     """
     allowed = _FIELDS[route]
     kept: dict[str, Any] = {}
+    ignored: list[str] = []
     streams, timeout_s = False, None
     for name, value in body.items():
         if name in allowed or name == "model":
@@ -162,8 +172,13 @@ def read_request(route: Route, body: dict[str, Any]) -> VllmRequest:
         elif name == "modalities" and route == "chat":
             if value not in (None, ["text"]):
                 raise at(name, None, f'expected ["text"], got {shown(value)}')
-        elif name not in _LABELS:
+        elif name == "verbosity" and route == "chat":
+            ignored += [name] if value not in (None, "medium") else []
+        elif name not in _LABELS and refuses_unknown:
             raise at(key_text(name), None, f"unknown field{did_you_mean(name, allowed)}")
+        elif name not in _LABELS and value is not None:
+            check_ignorable(name, key_text(name), fields_of(route))
+            ignored.append(key_text(name))
     if isinstance(kept.get("tools"), list):
         kept["tools"] = [_with_parameters(tool) for tool in kept["tools"]]
     options = kept.pop("stream_options", {})
@@ -183,7 +198,7 @@ def read_request(route: Route, body: dict[str, Any]) -> VllmRequest:
     counts = _flag("stream_options.continuous_usage_stats", options.get("continuous_usage_stats"))
     if _flag("stream_options.include_obfuscation", options.get("include_obfuscation")):
         raise at("stream_options.include_obfuscation", None, "expected false, since streams aren't padded, got true")
-    return VllmRequest(route, kept, streams, includes, counts, timeout_s)
+    return VllmRequest(route, kept, streams, includes, counts, timeout_s, tuple(ignored[:MAX_IGNORED]))
 
 
 def from_generate(model: str, request: GenerateRequest, *, streams: bool) -> VllmRequest:

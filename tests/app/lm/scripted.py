@@ -278,16 +278,16 @@ class Gateway:
 
 
 @contextmanager
-def serving(models: ScriptedModels) -> Iterator[str]:
-    app = create_app(cast(Models, models), Server(access_log=False))
+def serving(models: ScriptedModels, **server: Any) -> Iterator[str]:
+    app = create_app(cast(Models, models), Server(access_log=False, **server))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", loop="asyncio"))
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+        running = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", loop="asyncio"))
+        thread = threading.Thread(target=lambda: asyncio.run(running.serve(sockets=[listener])))
         thread.start()
         try:
-            wait_for(lambda: server.started, 20, "the server to start")
+            wait_for(lambda: running.started, 20, "the server to start")
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
-            server.should_exit = True
+            running.should_exit = True
             thread.join(20)
             assert not thread.is_alive()

@@ -48,10 +48,21 @@ def fault(route: Route, **fields: Any) -> BadRequest:
     ],
 )
 def test_an_unknown_field_is_named(route: Route, name: str, suggested: str) -> None:
-    error = fault(route, **{name: "x"})
-    assert error.field == name
-    assert f"{name}: unknown field" in error.message
-    assert suggested in error.message
+    with pytest.raises(BadRequest) as caught:
+        read_request(route, {**BODIES[route], name: "x"}, refuses_unknown=True)
+    assert caught.value.field == name
+    assert f"{name}: unknown field" in caught.value.message
+    assert suggested in caught.value.message
+
+
+def test_an_unknown_field_is_left_out_unless_the_answer_would_be_another() -> None:
+    body = {**BODIES["chat"], "kv_transfer_params": {}, "verbosity": "low", "priority": 1, "x": None}
+    request = read_request("chat", body)
+    assert request.ignored == ("kv_transfer_params", "verbosity", "priority")
+    assert request.body == read_request("chat", BODIES["chat"]).body
+    assert "did you mean `temperature`?" in fault("chat", temprature=1).message
+    for name in ("chat_template", "prompt_embeds", "input", "guided_json", "thread"):
+        assert fault("chat", **{name: "x"}).message.startswith(f"{name}: not supported here: ")
 
 
 def test_a_tool_without_parameters_takes_no_arguments() -> None:

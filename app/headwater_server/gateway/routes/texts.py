@@ -20,10 +20,12 @@ from headwater_server.gateway.http.event_stream import EventStream
 from headwater_server.gateway.http.exchange import DisconnectWatch
 from headwater_server.gateway.http.replies import JSON, Reply, json_reply
 from headwater_server.gateway.models import Models
+from headwater_server.gateway.routes.ignored_fields import note_ignored
 from headwater_server.gateway.routes.streams import open_stream
 from headwater_server.gateway.routes.vllm_requests import answer_openai, asked_model
 from headwater_server.lm.chat import ChatRequest
 from headwater_server.lm.completion import CompletionRequest
+from headwater_server.lm.known_fields import read_known
 from headwater_server.lm.language_model import LmDispatcher
 from headwater_server.lm.openai_answer import AnswerForm, Event
 from headwater_server.lm.responses import ResponsesRequest
@@ -135,12 +137,6 @@ async def answer_text(
         return Reply(200, [body], [JSON])
 
 
-def note_ignored(scope: Scope, fields: Sequence[str]) -> None:
-    """Name a request's fields without effect in the answer's header ``headwater-ignored``."""
-    headers: dict[str, str] = scope["state"].setdefault("answer_headers", {})
-    headers["headwater-ignored"] = ", ".join(fields)
-
-
 def client_of(scope: Scope) -> str:
     """The sender of a request: the name of its key, or else the client's address; empty: neither is known."""
     key: str = scope["state"].get("key", "")
@@ -206,10 +202,20 @@ class OpenAITextEndpoint(BodyEndpoint):
         reader: reads bodies.
         kind: the body's type, which decides the API.
         pool: turns requests into tokens.
+        refuses_unknown: whether a field that the API doesn't have is refused; else it is left out, and named.
     """
 
-    def __init__(self, models: Models, reader: BodyReader, kind: type[_OpenAIRequest], pool: TextPool) -> None:
+    def __init__(
+        self,
+        models: Models,
+        reader: BodyReader,
+        kind: type[_OpenAIRequest],
+        pool: TextPool,
+        *,
+        refuses_unknown: bool = False,
+    ) -> None:
         super().__init__(reader)
+        self._refuses_unknown = refuses_unknown
         self._models = models
         self._pool = pool
         self._kind = kind
@@ -219,9 +225,12 @@ class OpenAITextEndpoint(BodyEndpoint):
         route = _ROUTES[self._kind]
         relaying = asked_model(self._models, raw)
         if relaying is not None:
-            return await answer_openai(self._models, scope, receive, relaying, route, raw)
-        read: Callable[[bytes], _OpenAIRequest] = self._kind.read
-        request = await decoded(read, raw, scope)
+            return await answer_openai(
+                self._models, scope, receive, relaying, route, raw, refuses_unknown=self._refuses_unknown
+            )
+        request, ignored = await decoded(self._read, raw, scope)
+        if ignored:
+            note_ignored(scope, ignored)
         model = self._models.choose(scope, request.model)
         accept(scope, model.route.name, route)
         dispatcher = self._models.language_model(model)
@@ -229,3 +238,6 @@ class OpenAITextEndpoint(BodyEndpoint):
             self._models, scope, receive, dispatcher, request, request.answer_form, pool=self._pool,
             size_bytes=len(raw), streams=bool(request.stream),
         )  # fmt: skip
+
+    def _read(self, raw: bytes) -> tuple[_OpenAIRequest, tuple[str, ...]]:
+        return (self._kind.read(raw), ()) if self._refuses_unknown else read_known(raw, self._kind)

@@ -15,6 +15,7 @@ from headwater_server.gateway.http.bodies import decoded
 from headwater_server.gateway.http.exchange import DisconnectWatch
 from headwater_server.gateway.http.replies import JSON, Reply
 from headwater_server.gateway.models import Models
+from headwater_server.gateway.routes.ignored_fields import note_ignored
 from headwater_server.gateway.routes.streams import open_stream
 from headwater_server.security.key_check import owned_id
 from headwater_server.security.rate_limits import KeyLimits
@@ -52,9 +53,16 @@ def asked_model(models: Models, raw: bytes) -> VllmDispatcher | None:
 
 
 async def answer_openai(
-    models: Models, scope: Scope, receive: Receive, dispatcher: VllmDispatcher, route: Route, raw: bytes
+    models: Models,
+    scope: Scope,
+    receive: Receive,
+    dispatcher: VllmDispatcher,
+    route: Route,
+    raw: bytes,
+    *,
+    refuses_unknown: bool,
 ) -> ASGIApp:
-    """Answer a request of one of OpenAI's text routes, or open its stream.
+    """Answer a request of one of OpenAI's text routes, or open its stream. ``refuses_unknown``: see `read_request`.
 
     Raises:
         HeadwaterError: the request can't be answered.
@@ -62,7 +70,9 @@ async def answer_openai(
     accept(scope, dispatcher.route.name, route)
     dispatcher.check_generates()
     read: Callable[[bytes], dict[str, Any]] = _read_object
-    request = read_request(route, await decoded(read, raw, scope))
+    request = read_request(route, await decoded(read, raw, scope), refuses_unknown=refuses_unknown)
+    if request.ignored:
+        note_ignored(scope, request.ignored)
 
     def form(count: TokenCount) -> RelayedAnswer:
         return RelayedResponsesAnswer(count) if route == "responses" else ChunkAnswer(request, count)

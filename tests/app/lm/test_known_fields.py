@@ -1,0 +1,115 @@
+"""Unknown fields of OpenAI's text routes: which are left out, and which are refused all the same."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headwater_server.errors import BadRequest
+from headwater_server.lm.chat import ChatRequest
+from headwater_server.lm.known_fields import MAX_IGNORED, read_known
+from headwater_server.lm.responses import ResponsesRequest
+from tests.app.lm.scripted import HELLO, Script, ScriptedDispatcher, ScriptedModels, serving
+
+CHAT: dict[str, Any] = {"model": "m", "messages": HELLO}
+
+
+def read(**fields: Any) -> tuple[ChatRequest, tuple[str, ...]]:
+    return read_known(json.dumps({**CHAT, **fields}).encode(), ChatRequest)
+
+
+def refused(**fields: Any) -> str:
+    with pytest.raises(BadRequest) as caught:
+        read(**fields)
+    return caught.value.message
+
+
+def test_unknown_fields_are_left_out_and_named() -> None:
+    request, ignored = read(
+        enable_search=True, top_n=3, stream=True, stream_options={"include_usage": True, "chunk_size": 3}, x=None
+    )
+    assert ignored == ("enable_search", "top_n", "stream_options.chunk_size")
+    assert request == read(stream=True, stream_options={"include_usage": True})[0]
+
+
+def test_a_request_without_unknown_fields_is_read_as_it_is() -> None:
+    request, ignored = read(temperature=0.5)
+    assert (request.temperature, ignored) == (0.5, ())
+
+
+def test_numbers_and_text_pass_as_they_are() -> None:
+    body = b'{"model": "m", "unknown": 1, "messages": [{"role": "user", "content": "\\u00e9", "n": 1.50e400}]}'
+    with pytest.raises(BadRequest, match="messages"):  # beyond a float, as without the unknown field
+        read_known(body, ChatRequest)
+    request, _ = read_known(body.replace(b"1.50e400", b"123456789012345678"), ChatRequest)
+    assert request.messages == [{"role": "user", "content": "é", "n": 123456789012345678}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperatur": 1}, "temperatur: expected one of this request's fields, got 'temperatur'; did you mean `temp"),
+        ({"max_token": 1}, "max_token: expected one of this request's fields, got 'max_token'; did you mean `max_tok"),
+        ({"maxtokns": 1}, "maxtokns: expected one of this request's fields, got 'maxtokns'; did you mean `max_tokens"),
+        ({"sed": 1}, "sed: expected one of this request's fields, got 'sed'; did you mean `seed`?"),
+        ({"thread": {}}, "thread: not supported here: this server keeps nothing between requests; send the content"),
+        ({"input": "x"}, "input: not supported here: it is content of another route's requests"),
+        ({"guided_json": {}}, "guided_json: not supported here: it would constrain the answer; send it as `structured"),
+        ({"unknown": 1, "temperature": 3}, "temperature: expected a number from 0 to 2, got 3"),
+        ({"unknown": 1, "function_call": "auto"}, "function_call: this model does not support it; leave it out"),
+        ({f"unknown_{n}": 1 for n in range(MAX_IGNORED + 1)}, "body: expected at most 100 unknown fields, got more"),
+    ],
+)
+def test_what_is_refused_all_the_same(fields: dict[str, Any], message: str) -> None:
+    assert refused(**fields).startswith(message)
+
+
+@pytest.mark.parametrize("name", ["top_a", "top_n", "speed", "mode", "seeds"])
+def test_fields_of_other_servers_are_no_misspelt_fields(name: str) -> None:
+    assert read(**{name: 1})[1] == (name,)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"{", b'{"model": "m", "x": 1', b'{"x": 1, "x": 2, "model": "m", "messages": []}', b'{"x": \xff}'],
+)
+def test_what_is_no_request_is_told_as_ever(body: bytes) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read_known(body, ChatRequest)
+    with pytest.raises(BadRequest) as strict:
+        ChatRequest.read(body)
+    if b'"x": 2' in body:
+        assert "x" in caught.value.message
+    else:
+        assert caught.value.message == strict.value.message
+
+
+NAMES = st.text(min_size=12, max_size=20).map(lambda text: f"zz_{text}_zz")
+
+
+@given(st.dictionaries(NAMES, st.none() | st.integers() | st.text() | st.lists(st.floats(allow_nan=False)), max_size=5))
+def test_any_unknown_fields_change_nothing(unknown: dict[str, Any]) -> None:
+    plain = {"model": "m", "input": "x", "reasoning": {"effort": "low"}}
+    body = {**plain, **unknown, "reasoning": {**plain["reasoning"], **unknown}}  # type: ignore[dict-item]
+    request, ignored = read_known(msgspec.json.encode(body), ResponsesRequest)
+    assert request == ResponsesRequest.read(msgspec.json.encode(plain))
+    assert len(ignored) == 2 * sum(value is not None for value in unknown.values())
+
+
+def test_the_header_and_the_option() -> None:
+    models = ScriptedModels(ScriptedDispatcher("tiny", Script()))
+    body = {"model": "tiny", "messages": HELLO, "speed": "fast", "käse": 1, "reasoning_effort": "low"}
+    with serving(models) as url:
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=20)
+        assert answer.status_code == 200
+        assert answer.headers["headwater-ignored"] == "speed, k?se, reasoning_effort"
+    with serving(models, unknown_fields="refuse") as url:
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=20)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith("speed: expected one of the fields")
