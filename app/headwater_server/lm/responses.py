@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
+import orjson
 from msgspec import Meta, structs, to_builtins
 
 from headwater.engine import EngineLimits, Sampling, TopLogprobs
@@ -20,11 +21,12 @@ from headwater_server.errors import BadRequest
 from headwater_server.lm.answer_grammar import JsonSchemaFormat, ResponseFormat, Schema
 from headwater_server.lm.chat import ChatRequest, TemplateVariables, Verbosity
 from headwater_server.lm.reasoning_effort import Effort
+from headwater_server.lm.response_tools import chat_tool, flat_name, offered_tools
 from headwater_server.lm.responses_answer import ResponsesAnswer
 from headwater_server.lm.sampling_fields import StreamFields
 from headwater_server.lm.sequence import SequenceSpec
 from headwater_server.lm.text_plan import TextPlan
-from headwater_server.lm.tools import CHOICE_SCHEMA, MAX_TOOLS, TOOLS_SCHEMA
+from headwater_server.lm.tools import CHOICE_SCHEMA, TOOLS_SCHEMA
 
 if TYPE_CHECKING:
     from headwater_server.lm.text.language import LanguageText
@@ -38,6 +40,8 @@ _ROLES: Final = ("developer", "system", "user", "assistant")
 _TEXT_KINDS: Final = ("input_text", "output_text")
 _NOT_FOR_TEMPLATES: Final = frozenset({"type", "id", "status", "phase", "call_id", "output", "tool_calls"})
 """Fields of an item that chat templates don't use, or that have another place in a chat message."""
+_CALLS: Final = ("function_call", "custom_tool_call")
+_RESULTS: Final = ("function_call_output", "custom_tool_call_output")
 _MAX_LABELS: Final = 16
 _MAX_KEY: Final = 64
 _MAX_LABEL: Final = 512
@@ -168,7 +172,8 @@ class ResponsesRequest(StreamFields, kw_only=True):
 
     def answer_form(self, plan: TextPlan, texts: TokenTexts) -> ResponsesAnswer:
         """The form of the answer to this request. `plan` and `texts` must come from this request and its model."""
-        return ResponsesAnswer(self._repeated(plan.specs[0].sampling), texts, plan.tools)
+        namespaces = offered_tools(self.tools, self.tool_choice).namespaces
+        return ResponsesAnswer(self._repeated(plan.specs[0].sampling), texts, plan.tools, namespaces)
 
     def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
         """Check the request, and convert it into tokens. Takes too long for the event loop.
@@ -179,6 +184,8 @@ class ResponsesRequest(StreamFields, kw_only=True):
         self._check_state()
         self._check_metadata()
         messages, names = self._conversation()
+        offered = offered_tools(self.tools, self.tool_choice)
+        names |= offered.places
         has_logprobs = _LOGPROBS in (self.include or ())
         if self.top_logprobs and not has_logprobs:
             expected = f'expected it with "include": ["{_LOGPROBS}"] only'
@@ -192,8 +199,8 @@ class ResponsesRequest(StreamFields, kw_only=True):
             top_logprobs=self.top_logprobs if has_logprobs else None,
             response_format=form.chat_format() if form is not None else None,
             chat_template_kwargs=self.chat_template_kwargs,
-            tools=_chat_tools(self.tools),
-            tool_choice=_chat_tool(self.tool_choice),
+            tools=offered.tools,
+            tool_choice=chat_tool(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=self._effort,
             verbosity=None if self.text is None else self.text.verbosity,
@@ -205,7 +212,7 @@ class ResponsesRequest(StreamFields, kw_only=True):
         if has_logprobs and plan.tools is not None:
             expected = "this model does not support log probabilities of an answer that may call tools"
             raise at("include", None, f'{expected}; leave one of them out, or set "tool_choice": "none"')
-        ignored = [_NAMES[name] for name in plan.ignored]
+        ignored = [*offered.ignored, *(_NAMES[name] for name in plan.ignored)]
         if self.reasoning is not None and (self.reasoning.summary or self.reasoning.generate_summary):
             ignored.append("reasoning.summary")
         if self.truncation == "auto":
@@ -232,7 +239,7 @@ class ResponsesRequest(StreamFields, kw_only=True):
             "temperature": sampling.temperature,
             "text": {"format": to_builtins((self.text and self.text.format) or TextFormat(type="text"))},
             "tool_choice": self.tool_choice or "auto",
-            "tools": [{"description": None, "parameters": None, "strict": None, **tool} for tool in self.tools or ()],
+            "tools": [_repeated_tool(tool) for tool in self.tools or ()],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",
@@ -282,14 +289,14 @@ class ResponsesRequest(StreamFields, kw_only=True):
             if kind == "reasoning":
                 reasoning = _reasoning(item, path)
                 continue
-            if kind == "function_call":
+            if kind in _CALLS:
                 _add_call(item, path, messages, names)
                 _think(messages[-1], reasoning)
                 reasoning = None
                 continue
             place = f"messages[{len(messages)}]"
             names[place] = path
-            if kind == "function_call_output":
+            if kind in _RESULTS:
                 names |= {f"{place}.tool_call_id": f"{path}.call_id", f"{place}.content": f"{path}.output"}
                 messages.append(_chat_result(item, path))
             else:
@@ -321,16 +328,10 @@ def _think(message: dict[str, Any], reasoning: str | None) -> None:
         message.setdefault("reasoning_content", reasoning)
 
 
-def _chat_tools(tools: object) -> object:
-    """Convert the tools into a chat request's form. The chat request checks them."""
-    return [_chat_tool(tool) for tool in tools] if isinstance(tools, list) else tools
-
-
-def _chat_tool(tool: object) -> object:
-    """Convert a tool, or a tool choice, into a chat request's form."""
-    if not isinstance(tool, dict):
-        return tool
-    return {"type": tool.get("type"), "function": {name: tool[name] for name in tool if name != "type"}}
+def _repeated_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as an answer repeats it."""
+    fields = {"description": None, "parameters": None, "strict": None} if tool.get("type") == "function" else {}
+    return {**fields, **tool}
 
 
 def _add_call(item: dict[str, Any], path: str, messages: list[Any], names: dict[str, str]) -> None:
@@ -341,7 +342,10 @@ def _add_call(item: dict[str, Any], path: str, messages: list[Any], names: dict[
     calls = messages[-1].setdefault("tool_calls", [])
     place = f"messages[{len(messages) - 1}].tool_calls[{len(calls)}]"
     names |= {place: path, f"{place}.id": f"{path}.call_id", f"{place}.function": path}
-    function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    name, arguments = flat_name(item.get("name"), item.get("namespace")), item.get("arguments")
+    if item.get("type") == "custom_tool_call":
+        arguments = orjson.dumps({"input": item.get("input")}).decode()
+    function = {"name": name, "arguments": arguments}
     calls.append({"id": item.get("call_id"), "type": "function", "function": function})
 
 
@@ -405,7 +409,6 @@ _NAMES: Final = {
     "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity",
     "tool_choice.function": "tool_choice",
-    **{f"tools[{n}].function": f"tools[{n}]" for n in range(MAX_TOOLS)},
 }
 """Map from field paths of a chat request to the paths in a responses request."""
 

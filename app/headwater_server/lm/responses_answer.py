@@ -9,6 +9,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
@@ -37,11 +38,19 @@ class ResponsesAnswer(AnswerForm):
         repeated: the request fields that the answer repeats, including the model's name.
         texts: the texts of the tokenizer's ids.
         tools: how the text is searched for tool calls; `None` if the whole text is a single message.
+        namespaces: the namespace and name of functions within a namespace, by the name that the model sees.
     """
 
-    def __init__(self, repeated: Mapping[str, Any], texts: TokenTexts, tools: ToolUse | None = None) -> None:
+    def __init__(
+        self,
+        repeated: Mapping[str, Any],
+        texts: TokenTexts,
+        tools: ToolUse | None = None,
+        namespaces: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+    ) -> None:
         self._texts = texts
         self._tools = tools
+        self._namespaces = namespaces
         self._finder = None if tools is None else tools.finder()
         self._about = {
             "id": f"resp_{secrets.token_hex(16)}",
@@ -74,7 +83,9 @@ class ResponsesAnswer(AnswerForm):
             if isinstance(part, str):
                 events += self._text(TextPiece(part))
             elif part.name:
-                events += self._open(_FunctionCallItem(len(self._items), part.name, self._tools.format.new_id()))
+                namespace, name = self._namespaces.get(part.name, ("", part.name))
+                call_id = self._tools.format.new_id()
+                events += self._open(_FunctionCallItem(len(self._items), name, call_id, namespace))
             else:
                 call = self._items[-1]
                 assert isinstance(call, _FunctionCallItem)
@@ -219,8 +230,9 @@ class _Message(_OutputItem):
 class _FunctionCallItem(_OutputItem):
     """A function call."""
 
-    def __init__(self, index: int, name: str, call_id: str) -> None:
+    def __init__(self, index: int, name: str, call_id: str, namespace: str) -> None:
         super().__init__(index, "fc")
+        self._namespace = {"namespace": namespace} if namespace else {}
         self._name = name
         self._call_id = call_id
         self.arguments: list[str] = []
@@ -241,6 +253,7 @@ class _FunctionCallItem(_OutputItem):
             "status": self.status,
             "call_id": self._call_id,
             "name": self._name,
+            **self._namespace,
             "arguments": "".join(self.arguments),
         }
 

@@ -122,7 +122,12 @@ def test_what_asks_for_nothing_is_taken() -> None:
         ({"conversation": "conv_1"}, "conversation: this model does not support it; leave it out"),
         ({"prompt": {"id": "p"}}, "prompt: this model does not support it; leave it out"),
         ({"reasoning": {"effort": "most"}}, "reasoning.effort: expected 'high' or 'low' or 'max' or 'medium' or"),
-        ({"tools": [FLAT, {"type": "web_search"}]}, "tools[1].type: expected 'function', the only type of tool this m"),
+        ({"tools": [FLAT, {"type": "unheard"}]}, "tools[1].type: expected 'function', the only type of tool this m"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name: expected the namespace's name, got null"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{**FLAT, "name": 1}]}]},
+            "tools[0].tools[0].name: expected 1 to 64 letters, digits, _ and -, got",
+        ),
         ({"tools": [1]}, "tools[0]: expected an object of the type 'function', got 1"),
         ({"tools": {}}, "tools: expected an array of tools, got an object"),
         ({"tools": [WEATHER]}, "tools[0].function: expected one of the fields description, name, parameters, strict"),

@@ -15,6 +15,7 @@ from openai.types.responses import Response, ResponseFunctionToolCall, ResponseO
 
 from headwater.lm.grammars import KINDS
 from headwater_server.errors import ReplicaLost
+from headwater_server.lm.responses import ResponsesRequest
 from headwater_server.lm.responses_answer import ResponsesAnswer
 from headwater_server.lm.text.tool_calls import FORMATS, ToolUse
 from headwater_server.lm.text_stream import TextPiece, Usage
@@ -201,12 +202,62 @@ def test_a_failure_after_a_call_keeps_it(gateway: Gateway) -> None:
     assert all(item[2] == "incomplete" for item in rest)
 
 
-def test_other_kinds_of_tools_are_refused_by_name(gateway: Gateway) -> None:
+def test_tools_that_this_server_does_not_run_are_left_out_unless_one_must_be_called(gateway: Gateway) -> None:
     for kind in ("web_search", "file_search", "code_interpreter", "mcp", "custom"):
         tools: Any = [*FLAT, {"type": kind}]
+        gateway.says(text=CALL)
+        raw = gateway.client.responses.with_raw_response.create(model="tiny", input="hi", tools=tools)
+        assert raw.headers["headwater-ignored"] == "tools[2]"
         with pytest.raises(openai.BadRequestError) as caught:
-            gateway.client.responses.create(model="tiny", input="hi", tools=tools)
+            gateway.client.responses.create(model="tiny", input="hi", tools=tools, tool_choice="required")
         assert caught.value.param == "tools[2].type"
-        assert "'function', the only type of tool this model takes" in caught.value.message
+        assert "expected functions only where a tool must be called" in caught.value.message
+    unheard: Any = [{"type": "unheard"}]
+    with pytest.raises(openai.BadRequestError, match="'function', the only type of tool this model takes"):
+        gateway.client.responses.create(model="tiny", input="hi", tools=unheard)
+
+
+def test_a_function_in_a_namespace(gateway: Gateway) -> None:
+    space: Any = {"type": "namespace", "name": "mcp__sky", "description": "x", "tools": [FLAT[0], {"type": "custom"}]}
+    call = CALL.replace('"weather"', '"mcp__sky__weather"')
+    gateway.says(text=call)
+    body = {"model": "tiny", "input": "hi", "tools": [FLAT[1], space]}
+    answer = gateway.post("/v1/responses", **body)
+    assert answer.headers["headwater-ignored"] == "tools[1].tools[1]"
+    (item,) = answer.json()["output"]
+    assert (item["type"], item["name"], item["namespace"]) == ("function_call", "weather", "mcp__sky")
+    assert answer.json()["tools"][1] == space
+    streamed = [json.loads(frame.split("data: ", 1)[1]) for frame in _blocks(gateway, body)]
+    (done,) = [event["item"] for event in streamed if event["type"] == "response.output_item.done"]
+    assert (done["name"], done["namespace"]) == ("weather", "mcp__sky")
+    body["input"] = [{"role": "user", "content": "hi"}, item, {**RESULT, "call_id": item["call_id"]}]
+    assert gateway.post("/v1/responses", **body).status_code == 200
+    assert gateway.post("/v1/responses", **{**body, "tools": [{**space, "tools": {}}]}).json()["error"]["param"] == (
+        "tools[0].tools"
+    )
+
+
+RESULT = {"type": "function_call_output", "output": "sunny"}
+
+
+def _blocks(gateway: Gateway, body: dict[str, Any]) -> list[str]:
+    answer = gateway.post("/v1/responses", **body, stream=True)
+    return answer.text.removesuffix("\n\n").split("\n\n")
+
+
+def test_earlier_calls_of_other_kinds_go_back_to_the_template() -> None:
+    custom = {"type": "custom_tool_call", "call_id": "c1", "name": "weather", "input": "x\ny"}
+    spaced = {"type": "function_call", "call_id": "c2", "name": "clock", "namespace": "sky", "arguments": "{}"}
+    results = [{"type": f"{kind}_output", "call_id": id, "output": "so"} for kind, id in (("custom_tool_call", "c1"),
+               ("function_call", "c2"))]  # fmt: skip
+    body = {"model": "m", "input": [{"role": "user", "content": "hi"}, custom, spaced, *results], "tools": FLAT}
+    text = tool_text("hermes")
+    (spec,) = ResponsesRequest.read(json.dumps(body).encode()).plan(text, LIMITS).specs
+    prompt = text.tokenizer.decode(spec.prompt, skip_special_tokens=False)
+    assert '{"name": "weather", "arguments": {"input": "x\\ny"}}' in prompt
+    assert '{"name": "sky__clock", "arguments": {}}' in prompt
+
+
+def test_a_model_without_a_format_of_calls(gateway: Gateway) -> None:
     with pytest.raises(openai.BadRequestError, match=r"options\.tool_parser"):
         gateway.client.responses.create(model="plain", input="hi", tools=FLAT)
