@@ -210,6 +210,8 @@ async def test_adapters_are_models_with_a_parent(models: Models) -> None:
             ("plain", None), ("base", None), ("first", "base"), ("second", "base"),
         ]  # fmt: skip
         assert (await client.get("/v1/models/second")).json() == listed[-1]
+        names = ("max_model_len", "context_length", "context_window")
+        assert [[one.get(name) for name in names] for one in listed] == [[None] * 3, [64] * 3, [64] * 3, [64] * 3]
         for path in ("", "/config"):
             assert (await client.get(f"/v2/models/first{path}")).json()["name"] == "first"
         assert (await client.get("/v2/models/first/ready")).json() == {"name": "first", "ready": True}

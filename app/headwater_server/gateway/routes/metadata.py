@@ -377,6 +377,9 @@ def openai_model_routes(models: Models) -> APIRouter:
     def entry(model: ServedModel) -> dict[str, Any]:
         created = int(model.route.since_s)  # when the model became ready, the same on all workers
         about = {"id": model.name, "object": "model", "created": created, "owned_by": "headwater"}
+        limits = None if (signature := model.route.signature) is None else signature.limits
+        if limits is not None:  # under the names that clients of vLLM, OpenRouter and Groq look for
+            about |= dict.fromkeys(("max_model_len", "context_length", "context_window"), limits.context_length)
         return about if model.name == model.route.name else {**about, "parent": model.route.name}  # as vLLM does
 
     @router.get("/v1/models", summary="The models that are ready")
