@@ -66,7 +66,7 @@ class CompletionAnswer(OpenAIAnswer):
         return self._texts.shown(token_id)[0]
 
 
-_MAX_PROMPTS: Final = 64
+_MAX_PROMPTS: Final = 256
 _MAX_SEQUENCES: Final = 256
 """Maximum of prompts times choices."""
 

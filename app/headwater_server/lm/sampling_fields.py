@@ -137,7 +137,7 @@ class StreamFields(SamplingFields, kw_only=True):
     """Further fields that the requests of OpenAI's chat, completions and responses APIs share."""
 
     model: str
-    n: Annotated[int, Meta(ge=1, le=16, extra_json_schema={"default": 1})] | None = None
+    n: Annotated[int, Meta(ge=1, le=128, extra_json_schema={"default": 1})] | None = None
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Meta(description="A label, without effect")] | None = None

@@ -95,7 +95,7 @@ def test_echo_with_logprobs_asks_for_those_of_the_prompts() -> None:
         ([[5], [6, "x"]], {}, "prompt[1][1]: expected a token id from 0 to 4095, got 'x'"),
         ([[5, True]], {}, "prompt[0][1]: expected a token id from 0 to 4095, got true"),
         ([-1], {}, "prompt[0]: expected a token id from 0 to 4095, got -1"),
-        (["x"] * 65, {}, "prompt: expected at most 64 prompts, got 65"),
+        (["x"] * 257, {}, "prompt: expected at most 256 prompts, got 257"),
         (["x"] * 64, {"n": 5}, "n: expected at most 256 answers in all, got 64 prompts x 5"),
         (["a", "x" * (512 * 256 + 1)], {}, "prompt[1]: this model's maximum context length is 512 tokens, prompt and"),
         ([5] * 512, {}, "prompt: this model's maximum context length is 512 tokens"),
