@@ -292,7 +292,7 @@ class TestResponses:
             ({"model": "nope"}, openai.NotFoundError, "model"),
             ({"store": True}, openai.BadRequestError, "store"),
             ({"previous_response_id": "resp_1"}, openai.BadRequestError, "previous_response_id"),
-            ({"tools": [{"type": "web_search"}]}, openai.BadRequestError, "tools[0].type"),
+            ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, openai.BadRequestError, "tools[0].type"),
             ({"max_output_tokens": 100_000}, openai.BadRequestError, "max_output_tokens"),
         ],
     )
@@ -375,7 +375,7 @@ class TestErrors:
             ({"model": "nope"}, openai.NotFoundError, "model"),
             ({"temperature": -1}, openai.BadRequestError, "temperature"),
             ({"max_tokens": 100_000}, openai.BadRequestError, "max_tokens"),
-            ({"extra_body": {"beams": 4}}, openai.BadRequestError, "beams"),
+            ({"extra_body": {"temperatur": 4}}, openai.BadRequestError, "temperatur"),
             ({"logit_bias": {"99999": 1}}, openai.BadRequestError, None),
         ],
     )
@@ -388,6 +388,12 @@ class TestErrors:
         if param:
             assert caught.value.param == param
         assert caught.value.request_id
+
+    def test_a_field_of_another_server_is_named(self, client: openai.OpenAI) -> None:
+        raw = client.chat.completions.with_raw_response.create(
+            model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=1, extra_body={"beams": 4}
+        )
+        assert raw.headers["headwater-ignored"] == "beams"
 
     def test_fields_that_ask_for_nothing_are_no_errors(self, client: openai.OpenAI) -> None:
         answer = create(
