@@ -118,7 +118,7 @@ class SequenceStates:
                 else:
                     await _done(layout, self._write, path, layout, found, data)
             except BaseException:
-                self._give_up(sequence, number)
+                self._table.take_back(self._name, sequence, number)
                 raise
         if time.monotonic() - self._swept_s > SWEEP_EVERY_S:
             self._swept_s = time.monotonic()
@@ -144,12 +144,6 @@ class SequenceStates:
             self._table.begin(self._name, sequence, "")
             return 1
         return self._table.step(self._name, sequence, "")
-
-    def _give_up(self, sequence: SequenceRequest, number: int) -> None:
-        if sequence.is_start:
-            self._table.end(self._name, sequence)
-        else:
-            self._table.take_back(self._name, sequence, number)
 
     def _end(self, path: Path, sequence: SequenceRequest) -> None:
         self._table.end(self._name, sequence)

@@ -100,7 +100,7 @@ class SequenceTable:
             raise _late(request, timeout_s) from None
         try:
             give_up_s = time.monotonic() + timeout_s
-            while not self._take(digest):  # another process has it
+            while not self._take(digest, request):  # another process has it
                 if time.monotonic() > give_up_s:
                     raise _late(request, timeout_s)
                 await asyncio.sleep(TURN_EVERY_S)
@@ -111,10 +111,13 @@ class SequenceTable:
         finally:
             lock.release()
 
-    def _take(self, digest: bytes) -> bool:
+    def _take(self, digest: bytes, request: SequenceRequest) -> bool:
+        """Note that this worker has the turn, of a sequence that is to begin, too. Returns False if another has it."""
         with briefly_locked(self._handle):
             place = self._find(digest)
             if place is None:
+                if request.is_start and (offset := self._free(digest)) is not None:
+                    self._write(offset, digest, _FREE[:8], 0, self._pid)
                 return True
             if place.holder not in (0, self._pid) and _is_alive(place.holder):
                 return False
@@ -124,8 +127,12 @@ class SequenceTable:
     def _leave(self, digest: bytes) -> None:
         with briefly_locked(self._handle):
             place = self._find(digest)
-            if place is not None and place.holder == self._pid:
+            if place is None or place.holder != self._pid:
+                return
+            if place.steps:
                 self._write(place.offset, digest, place.replica, place.steps, 0)
+            else:  # it didn't begin
+                self._cells[place.offset : place.offset + _ENTRY.size] = bytes(_ENTRY.size)
 
     def begin(self, deployment: str, request: SequenceRequest, replica: str) -> None:
         """Note that a sequence begins, or begins anew, at a replica.

@@ -10,7 +10,7 @@ import pytest
 
 from headwater_server.dispatch import sequence_table
 from headwater_server.dispatch.sequence_table import SequenceRequest, SequenceTable
-from headwater_server.errors import DeadlineExceeded, QueueFull
+from headwater_server.errors import BadRequest, DeadlineExceeded, QueueFull
 
 A = "models-1"
 
@@ -84,3 +84,27 @@ async def test_a_turn_of_another_worker_has_a_deadline(tmp_path: Path) -> None:
         with pytest.raises(DeadlineExceeded):
             async with workers[1].turn("d", request_of(), 0.01):
                 pass
+
+
+async def test_requests_that_begin_a_sequence_wait_for_each_other(tmp_path: Path) -> None:
+    workers = [SequenceTable(tmp_path / "sequences", pid=pid) for pid in (1, os.getpid())]
+    start = request_of()._replace(is_start=True)
+    async with workers[0].turn("d", start, 10):
+        with pytest.raises(DeadlineExceeded):
+            async with workers[1].turn("d", start, 0.01):
+                pass
+        workers[0].begin("d", start, A)
+    async with workers[1].turn("d", start, 10):
+        pass
+
+
+async def test_a_sequence_that_did_not_begin_is_not_known() -> None:
+    table = SequenceTable()
+    start = request_of()._replace(is_start=True)
+    async with table.turn("d", start, 10):
+        pass
+    async with table.turn("d", start, 10):
+        table.begin("d", start, A)
+        table.take_back("d", start, 1)
+    with pytest.raises(BadRequest, match="must specify the START flag"):
+        table.step("d", request_of(), A)
