@@ -106,7 +106,7 @@ class SequenceStates:
                 if sequence.is_start:
                     path.unlink(missing_ok=True)  # of an earlier sequence with this id
                 else:
-                    found = await _done(layout, self._read, path, layout, sequence)
+                    found = await _run(layout, self._read, path, layout, sequence)
                 request.inputs.update(_split(layout, found.data))
                 wanted = request.outputs
                 request.outputs = [*wanted, *(OutputWish(state.output, True) for state in layout.states)]
@@ -116,7 +116,7 @@ class SequenceStates:
                 if sequence.is_end:
                     self._end(path, sequence)
                 else:
-                    await _done(layout, self._write, path, layout, found, data)
+                    await _run(layout, self._write, path, layout, found, data)
             except BaseException:
                 self._table.take_back(self._name, sequence, number)
                 raise
@@ -179,10 +179,17 @@ class SequenceStates:
             raise Unavailable(f"model `{self._name}`: the states of a sequence can't be written: {error}") from None
 
 
-async def _done(layout: _Layout, function: Callable[..., Any], *arguments: Any) -> Any:
+async def _run(layout: _Layout, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function that reads or writes a file, in a thread if the states are large. A cancellation is raised once
+    the function has returned: until then no other request may use the file."""
     if layout.size_bytes < THREAD_BYTES:
         return function(*arguments)
-    return await asyncio.to_thread(function, *arguments)
+    called = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(called)
+    except asyncio.CancelledError:
+        await asyncio.wait([called])
+        raise
 
 
 def _write_all(handle: int, data: bytes, offset: int) -> None:

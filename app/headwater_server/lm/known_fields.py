@@ -126,8 +126,11 @@ def check_ignorable(name: str, path: str, known: Iterable[str]) -> None:
     if name in _ELSEWHERE:
         return
     most = 2 if len(name) >= _LONG_NAME else 1
+    characters = set(name)
     for field in known:
-        if abs(len(field) - len(name)) <= most and _distance(name, field) <= most:
+        if abs(len(field) - len(name)) > most or len(characters.symmetric_difference(field)) > 2 * most:
+            continue  # faster than to compute the distance, which is larger
+        if _distance(name, field) <= most:
             raise at(path, None, f"expected one of this request's fields, got {shown(name)}; did you mean `{field}`?")
 
 

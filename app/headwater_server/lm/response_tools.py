@@ -73,7 +73,7 @@ def offered_tools(tools: object, choice: object) -> OfferedTools:
             _check_namespace(tool, path)
             for n, inner in enumerate(tool["tools"]):
                 offer(inner, f"{path}.tools[{n}]", tool["name"])
-        elif kind in _NOT_OFFERED:
+        elif isinstance(kind, str) and kind in _NOT_OFFERED:
             if choice == "required":
                 expected = "expected functions only where a tool must be called, since this server runs no other tools"
                 raise at(f"{path}.type", None, f"{expected}, got {shown(kind)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from headwater.signature import Signature, StateSpec, TensorSpec
 from headwater.wire.state_files import STATES, sweep_states
 from headwater_server.codecs.tensors import Answer, InferRequest, OutputWish, RawTensor
+from headwater_server.dispatch import sequence_states
 from headwater_server.dispatch.sequence_states import SequenceStates
 from headwater_server.errors import BadRequest, CallableFailed, Conflict, Unavailable
 from tests.app.dispatch.stand_in import Bench, settle
@@ -198,6 +200,32 @@ class TestFiles:
                 await ask(states, request_of(50))
         monkeypatch.undo()
         assert await ask(states, request_of(1)) == 103
+
+    async def test_a_client_that_leaves_while_large_states_are_written(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sequence_states, "THREAD_BYTES", 0)
+        states = SequenceStates("m", tmp_path)
+        await ask(states, request_of(1, start=True))
+        begun, go_on = threading.Event(), threading.Event()
+        pwrite = os.pwrite
+
+        def held(handle: int, data: Any, offset: int) -> int:
+            begun.set()
+            assert go_on.wait(20)
+            return pwrite(handle, data, offset)
+
+        monkeypatch.setattr(os, "pwrite", held)
+        asked = asyncio.ensure_future(ask(states, request_of(1)))
+        await asyncio.to_thread(begun.wait, 20)
+        waits = asyncio.ensure_future(ask(states, request_of(1)))
+        asked.cancel()
+        await settle()
+        assert not asked.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert await waits == 103
 
     def test_files_that_are_swept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("headwater.wire.state_files.MAX_STATES_BYTES", 25)

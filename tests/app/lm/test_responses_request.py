@@ -123,6 +123,7 @@ def test_what_asks_for_nothing_is_taken() -> None:
         ({"prompt": {"id": "p"}}, "prompt: this model does not support it; leave it out"),
         ({"reasoning": {"effort": "most"}}, "reasoning.effort: expected 'high' or 'low' or 'max' or 'medium' or"),
         ({"tools": [FLAT, {"type": "unheard"}]}, "tools[1].type: expected 'function', the only type of tool this m"),
+        ({"tools": [{"type": [1]}]}, "tools[0].type: expected 'function', the only type of tool this model"),
         ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name: expected the namespace's name, got null"),
         (
             {"tools": [{"type": "namespace", "name": "n", "tools": [{**FLAT, "name": 1}]}]},

@@ -217,6 +217,14 @@ def test_tools_that_this_server_does_not_run_are_left_out_unless_one_must_be_cal
         gateway.client.responses.create(model="tiny", input="hi", tools=unheard)
 
 
+def test_the_header_has_a_bounded_length(gateway: Gateway) -> None:
+    gateway.says(text=CALL)
+    tools = [*FLAT, *[{"type": "web_search"}] * 5000]
+    answer = gateway.post("/v1/responses", model="tiny", input="hi", tools=tools)
+    assert answer.status_code == 200
+    assert answer.headers["headwater-ignored"].endswith("tools[101], ...")
+
+
 def test_a_function_in_a_namespace(gateway: Gateway) -> None:
     space: Any = {"type": "namespace", "name": "mcp__sky", "description": "x", "tools": [FLAT[0], {"type": "custom"}]}
     call = CALL.replace('"weather"', '"mcp__sky__weather"')

@@ -13,6 +13,8 @@ __all__ = ["IGNORED", "note_ignored"]
 logger = logging.getLogger("headwater")
 
 IGNORED: Final = "headwater-ignored"
+MAX_NAMED: Final = 100
+"""Most fields in the header; more are left out of it."""
 MAX_LOGGED: Final = 1000
 """Most fields that a worker names in its log."""
 _logged: Final = set[str]()
@@ -21,9 +23,10 @@ _logged: Final = set[str]()
 def note_ignored(scope: Scope, fields: Sequence[str]) -> None:
     """Name a request's fields without effect in the answer's header ``headwater-ignored``, and once in the log."""
     headers: dict[str, str] = scope["state"].setdefault("answer_headers", {})
-    before = headers.get(IGNORED)
-    headers[IGNORED] = ", ".join(([] if before is None else [before]) + [_header_text(field) for field in fields])
-    for field in fields:
+    before = [headers[IGNORED]] if IGNORED in headers else []
+    more = ["..."] if len(fields) > MAX_NAMED else []
+    headers[IGNORED] = ", ".join([*before, *map(_header_text, fields[:MAX_NAMED]), *more])
+    for field in fields[:MAX_NAMED]:
         if field not in _logged and len(_logged) < MAX_LOGGED:
             _logged.add(field)
             logger.info("requests have the field %s, which has no effect; this is said once", field)
