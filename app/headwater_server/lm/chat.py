@@ -16,15 +16,18 @@ from msgspec import Meta
 
 from headwater.engine import EngineLimits, Grammar, TopLogprobs
 from headwater_server.codecs.faults import at, shown
+from headwater_server.errors import HeadwaterError
 from headwater_server.lm.answer_grammar import ResponseFormat, checked_grammar
 from headwater_server.lm.call_grammar import call_grammar
 from headwater_server.lm.openai_answer import OpenAIAnswer, shown_tokens
 from headwater_server.lm.reasoning_effort import Effort, template_effort
 from headwater_server.lm.sampling_fields import Flag, StreamFields
+from headwater_server.lm.text.answer_parts import AnswerPart, CallPart, ReasoningPart
+from headwater_server.lm.text.answer_reader import AnswerReader, AnswerReading
 from headwater_server.lm.text.chat_messages import checked_messages
-from headwater_server.lm.text.tool_calls import CallFinder, CallPart, ToolUse
+from headwater_server.lm.text.tool_calls import ToolUse
 from headwater_server.lm.text_plan import Prompt, TextPlan, answer_tokens, plan, text_ids
-from headwater_server.lm.text_stream import TextPiece, TokenLogprob
+from headwater_server.lm.text_stream import TextPiece, TokenLogprob, Usage
 from headwater_server.lm.tools import CHOICE_SCHEMA, TOOLS_SCHEMA, checked_choice, checked_tools
 
 if TYPE_CHECKING:
@@ -38,7 +41,8 @@ class ChatAnswer(OpenAIAnswer):
     """The answer to a chat completions request.
 
     Args:
-        tools: how the texts are searched for tool calls; `None` if the whole texts are content.
+        reading: how the texts are divided into reasoning, content and tool calls; `None` if the whole texts are
+            content.
 
     All other arguments: see `OpenAIAnswer`.
     """
@@ -54,22 +58,34 @@ class ChatAnswer(OpenAIAnswer):
         choices: int,
         texts: TokenTexts,
         *,
-        tools: ToolUse | None = None,
+        reading: AnswerReading | None = None,
         **options: bool,
     ) -> None:
         super().__init__(model, choices, texts, **options)
-        self._tools = tools
-        self._finders = [tools.finder() for _ in range(choices)] if tools is not None else []
+        self._readers = [reading.reader() for _ in range(choices)] if reading is not None else []
 
     def begin(self) -> list[bytes]:
         return [b'%b"role":"assistant","content":""%b' % (head, self._text_tail) for head in self._heads]
 
+    def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:
+        choices = [self._choice(place, text) for place, text in enumerate(texts)]  # counts the reasoning
+        return self._whole(choices, self._counted(usage))
+
     def piece(self, place: int, piece: TextPiece) -> list[bytes]:
-        return self._events(place, piece) if self._finders else super().piece(place, piece)
+        return self._events(place, piece) if self._readers else super().piece(place, piece)
+
+    def end(self, usage: Usage, error: HeadwaterError | None) -> list[bytes]:
+        return super().end(self._counted(usage), error)
+
+    def count(self, usage: Usage) -> None:
+        super().count(self._counted(usage))
+
+    def _counted(self, usage: Usage) -> Usage:
+        return usage._replace(reasoning_tokens=sum(reader.reasoning_tokens for reader in self._readers))
 
     def _events(self, place: int, piece: TextPiece) -> list[bytes]:
-        if self._tools is not None:
-            return self._events_with_calls(place, piece, self._tools)
+        if self._readers:
+            return self._events_of_parts(place, piece, self._readers[place])
         events = []
         if piece.text or piece.logprobs:
             events.append(self._chunk(self._text_heads[place] + orjson.dumps(piece.text), piece.logprobs, None))
@@ -77,55 +93,66 @@ class ChatAnswer(OpenAIAnswer):
             events.append(self._chunk(self._heads[place], (), piece.finish))
         return events
 
-    def _events_with_calls(self, place: int, piece: TextPiece, tools: ToolUse) -> list[bytes]:
-        finder = self._finders[place]
-        begins = []
-        for part in finder.read(piece.text, is_last=piece.finish is not None):
-            if isinstance(part, str):
-                begins.append(self._text_heads[place] + orjson.dumps(part))
-            else:
-                begins.append(b'%b"tool_calls":[%b]' % (self._heads[place], orjson.dumps(_delta(part, tools))))
+    def _events_of_parts(self, place: int, piece: TextPiece, reader: AnswerReader) -> list[bytes]:
+        parts = reader.read(piece.text, piece.finish, piece.ends)
+        begins = [self._heads[place] + orjson.dumps(_delta(part))[1:-1] for part in parts]
         if piece.logprobs and not begins:  # the text of these tokens is held back
             begins.append(self._text_heads[place] + b'""')
         events = [self._chunk(begin, piece.logprobs if n == 0 else (), None) for n, begin in enumerate(begins)]
         if piece.finish is not None:
-            events.append(self._chunk(self._heads[place], (), _finish(finder, piece.finish)))
+            events.append(self._chunk(self._heads[place], (), _finish(reader, piece.finish)))
         return events
 
     def _text_fields(self, place: int, text: TextPiece) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text.text, "refusal": None}
-        if self._tools is None:
+        if not self._readers:
             return {"message": message}
-        finder = self._finders[place]
+        reader = self._readers[place]
         content: list[str] = []
+        reasoning: list[str] = []
         calls: list[dict[str, Any]] = []
-        for part in finder.read(text.text, is_last=text.finish is not None):
+        for part in reader.read(text.text, text.finish, text.ends):
             if isinstance(part, str):
                 content.append(part)
+            elif isinstance(part, ReasoningPart):
+                reasoning.append(part.text)
             elif part.name:
-                calls.append(_delta(part, self._tools))
-                del calls[-1]["index"]
+                calls.append(_call(part))
             else:
                 calls[part.number]["function"]["arguments"] += part.arguments
         message["content"] = "".join(content)
+        if reasoning:
+            message |= _reasoning_fields("".join(reasoning))
         if calls:
             message |= {"content": message["content"] or None, "tool_calls": calls}
-        return {"message": message, "finish_reason": _finish(finder, text.finish)}
+        return {"message": message, "finish_reason": _finish(reader, text.finish)}
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return {"content": shown_tokens(entries, self._texts), "refusal": None}
 
 
-def _delta(part: CallPart, tools: ToolUse) -> dict[str, Any]:
-    """A part of a call in the form that streams send. The first part of a call gets a new id."""
-    if not part.name:
-        return {"index": part.number, "function": {"arguments": part.arguments}}
-    function = {"name": part.name, "arguments": part.arguments}
-    return {"index": part.number, "id": tools.format.new_id(), "type": "function", "function": function}
+def _delta(part: AnswerPart) -> dict[str, Any]:
+    """A part in the form that streams send."""
+    if isinstance(part, str):
+        return {"content": part}
+    if isinstance(part, ReasoningPart):
+        return _reasoning_fields(part.text)
+    call = _call(part) if part.name else {"function": {"arguments": part.arguments}}
+    return {"tool_calls": [{"index": part.number, **call}]}
 
 
-def _finish(finder: CallFinder, finish: str | None) -> str | None:
-    return "tool_calls" if finish == "stop" and finder.has_calls else finish
+def _call(part: CallPart) -> dict[str, Any]:
+    """The first part of a call."""
+    return {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.arguments}}
+
+
+def _reasoning_fields(text: str) -> dict[str, str]:
+    """Reasoning under both names that clients read."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _finish(reader: AnswerReader, finish: str | None) -> str | None:
+    return "tool_calls" if finish == "stop" and reader.has_calls else finish
 
 
 LEAST_CHAT_TOKENS: Final = 256
@@ -191,7 +218,7 @@ class ChatRequest(StreamFields, kw_only=True):
         """The form of the answer to this request. `plan` and `texts` must come from this request and its model."""
         return ChatAnswer(
             self.model, len(plan.specs), texts, logprobs=bool(self.logprobs), includes_usage=self.includes_usage,
-            counts_usage=self.counts_usage, tools=plan.tools,
+            counts_usage=self.counts_usage, reading=plan.reading,
         )  # fmt: skip
 
     def plan(self, text: LanguageText, limits: EngineLimits, prompt: str = "messages") -> TextPlan:
@@ -212,13 +239,15 @@ class ChatRequest(StreamFields, kw_only=True):
         variables, ignored = self._variables(text)
         messages = checked_messages(self.messages, limits.context_length)
         rendered = text.chat_text(messages, variables, tools or None)
-        if use is not None and grammar is None:  # with a grammar the model can't write reasoning
-            use = use.after(rendered)
+        reading = None
+        if use is not None or text.reasoning_format is not None:
+            # With a grammar the model can't write reasoning.
+            reading = AnswerReading(use, text.reasoning_format if grammar is None else None).after(rendered)
         ids = text_ids(prompt, rendered, text.encode_chat, limits)
         default = max(limits.cache_tokens // limits.max_sequences - len(ids), LEAST_CHAT_TOKENS)
         prompts = [Prompt(ids, answer_tokens(prompt, path, ids, wanted, default, limits))]
         made = plan(prompts, self.n or 1, sampling, end, limits, self.timeout_s, grammar)
-        return made._replace(tools=use, ignored=ignored)
+        return made._replace(reading=reading, ignored=ignored)
 
     def _variables(self, text: LanguageText) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Further variables of the chat template, and the request's fields without effect.

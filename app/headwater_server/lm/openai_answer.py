@@ -114,15 +114,18 @@ class OpenAIAnswer(AnswerForm):
         self._end_chunks(b'}],"usage":%b}' % orjson.dumps(usage.as_json()))
 
     def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:
-        choices = [
-            {
-                "index": place,
-                "finish_reason": text.finish,
-                **self._text_fields(place, text),
-                "logprobs": self._logprobs(text.logprobs) if self._has_logprobs else None,
-            }
-            for place, text in enumerate(texts)
-        ]
+        return self._whole([self._choice(place, text) for place, text in enumerate(texts)], usage)
+
+    def _choice(self, place: int, text: TextPiece) -> dict[str, Any]:
+        """A choice of a whole answer."""
+        return {
+            "index": place,
+            "finish_reason": text.finish,
+            **self._text_fields(place, text),
+            "logprobs": self._logprobs(text.logprobs) if self._has_logprobs else None,
+        }
+
+    def _whole(self, choices: Sequence[dict[str, Any]], usage: Usage) -> bytes:
         return orjson.dumps({**self._about, "choices": choices, "usage": usage.as_json()})
 
     def piece(self, place: int, piece: TextPiece) -> list[bytes]:

@@ -173,7 +173,7 @@ class ResponsesRequest(StreamFields, kw_only=True):
     def answer_form(self, plan: TextPlan, texts: TokenTexts) -> ResponsesAnswer:
         """The form of the answer to this request. `plan` and `texts` must come from this request and its model."""
         namespaces = offered_tools(self.tools, self.tool_choice).namespaces
-        return ResponsesAnswer(self._repeated(plan.specs[0].sampling), texts, plan.tools, namespaces)
+        return ResponsesAnswer(self._repeated(plan.specs[0].sampling), texts, plan.reading, namespaces)
 
     def plan(self, text: LanguageText, limits: EngineLimits) -> TextPlan:
         """Check the request, and convert it into tokens. Takes too long for the event loop.
@@ -209,8 +209,8 @@ class ResponsesRequest(StreamFields, kw_only=True):
             plan = chat.plan(text, limits, prompt="input")
         except BadRequest as error:
             raise _renamed(error, names) from None
-        if has_logprobs and plan.tools is not None:
-            expected = "this model does not support log probabilities of an answer that may call tools"
+        if has_logprobs and plan.reading is not None:
+            expected = "this model does not support log probabilities of an answer that may reason or call tools"
             raise at("include", None, f'{expected}; leave one of them out, or set "tool_choice": "none"')
         ignored = [*offered.ignored, *(_NAMES[name] for name in plan.ignored)]
         if self.reasoning is not None and (self.reasoning.summary or self.reasoning.generate_summary):

@@ -16,9 +16,11 @@ import msgspec
 import orjson
 
 from headwater_server.errors import HeadwaterError
-from headwater_server.lm.openai_answer import AnswerForm, Event, shown_tokens
-from headwater_server.lm.text.tool_calls import ToolUse
-from headwater_server.lm.text_stream import TextPiece, Usage
+from headwater_server.lm.openai_answer import Event, shown_tokens
+from headwater_server.lm.parts_answer import PartsAnswer
+from headwater_server.lm.text.answer_parts import AnswerPart, ReasoningPart
+from headwater_server.lm.text.answer_reader import AnswerReading
+from headwater_server.lm.text_stream import TextPiece, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from headwater_server.lm.text.token_texts import TokenTexts
@@ -30,14 +32,14 @@ _DELTA_EVENT: Final = b'{"type":"%b","sequence_number":%%d,%%b,"delta":%%b,"logp
 _Fields: TypeAlias = dict[str, Any]
 
 
-class ResponsesAnswer(AnswerForm):
+class ResponsesAnswer(PartsAnswer):
     """The answer to a `ResponsesRequest`: a sequence of items, each a message or a function call. Each event of a
     stream has a name and a number.
 
     Args:
         repeated: the request fields that the answer repeats, including the model's name.
         texts: the texts of the tokenizer's ids.
-        tools: how the text is searched for tool calls; `None` if the whole text is a single message.
+        reading: how the text is divided into items; `None` if the whole text is a single message.
         namespaces: the namespace and name of functions within a namespace, by the name that the model sees.
     """
 
@@ -45,13 +47,13 @@ class ResponsesAnswer(AnswerForm):
         self,
         repeated: Mapping[str, Any],
         texts: TokenTexts,
-        tools: ToolUse | None = None,
+        reading: AnswerReading | None = None,
         namespaces: Mapping[str, tuple[str, str]] = MappingProxyType({}),
     ) -> None:
+        super().__init__(reading)
         self._texts = texts
-        self._tools = tools
+        self._is_single = reading is None
         self._namespaces = namespaces
-        self._finder = None if tools is None else tools.finder()
         self._about = {
             "id": f"resp_{secrets.token_hex(16)}",
             "object": "response",
@@ -72,20 +74,25 @@ class ResponsesAnswer(AnswerForm):
 
     def begin(self) -> list[Event]:
         events = self._begin()
-        return events if self._tools is not None else events + self._open(_Message(0))
+        return events + self._open(_Message(0)) if self._is_single else events
 
-    def piece(self, place: int, piece: TextPiece) -> list[Event]:
-        self._finish = piece.finish
-        if self._tools is None or self._finder is None:
-            return self._text(piece) if piece.text or piece.logprobs else []
+    def add(
+        self,
+        parts: Sequence[AnswerPart],
+        finish: str | None,
+        stop: str | None = None,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> list[Event]:
+        self._finish = finish
         events = []
-        for part in self._finder.read(piece.text, is_last=piece.finish is not None):
+        for part in parts:
             if isinstance(part, str):
-                events += self._text(TextPiece(part))
+                events += self._text(part, logprobs)
+            elif isinstance(part, ReasoningPart):
+                continue
             elif part.name:
                 namespace, name = self._namespaces.get(part.name, ("", part.name))
-                call_id = self._tools.format.new_id()
-                events += self._open(_FunctionCallItem(len(self._items), name, call_id, namespace))
+                events += self._open(_FunctionCallItem(len(self._items), name, part.id, namespace))
             else:
                 call = self._items[-1]
                 assert isinstance(call, _FunctionCallItem)
@@ -108,21 +115,19 @@ class ResponsesAnswer(AnswerForm):
         response = self._response("in_progress", None)
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
-    def _text(self, piece: TextPiece) -> list[Event]:
+    def _text(self, text: str, logprobs: Sequence[TokenLogprob]) -> list[Event]:
         """Add text to the last item if it is a message, or else begin a message. Returns the events for it."""
         events = []
         message = self._items[-1] if self._items else None
         if not isinstance(message, _Message):
             message = _Message(len(self._items))
             events = self._open(message)
-        logprobs = []
-        if piece.logprobs:
-            logprobs = [orjson.dumps(token) for token in shown_tokens(piece.logprobs, self._texts)]
-        message.text.append(piece.text)
-        message.logprobs += logprobs
-        text = (self._number, message.encoded_place, orjson.dumps(piece.text), b",".join(logprobs))
+        encoded = [orjson.dumps(token) for token in shown_tokens(logprobs, self._texts)] if logprobs else []
+        message.text.append(text)
+        message.logprobs += encoded
+        fields = (self._number, message.encoded_place, orjson.dumps(text), b",".join(encoded))
         self._number += 1
-        return [*events, (_DELTA, _DELTA_EVENT % text)]
+        return [*events, (_DELTA, _DELTA_EVENT % fields)]
 
     def _open(self, item: _Message | _FunctionCallItem) -> list[Event]:
         """End the previous item, and begin this item. Returns the events for both."""
@@ -160,7 +165,7 @@ class ResponsesAnswer(AnswerForm):
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": [item.shown() for item in self._items],
-            "usage": None if usage is None else _shown_usage(usage),
+            "usage": None if usage is None else _shown_usage(self.counted(usage)),
         }
 
 
@@ -266,7 +271,7 @@ def _shown_usage(usage: Usage) -> dict[str, Any]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 

@@ -50,7 +50,7 @@ class GenerateAnswer(AnswerForm):
         self._head = orjson.dumps(about)[:-1]
         self._text_head = self._head + b',"text_output":'
         self._finish: str | None = None
-        self._is_cut = False
+        self._stop: str | None = None
         self._tokens: list[TokenLogprob] = []
         self._held: list[str] | None = [] if in_one_event else None
 
@@ -77,7 +77,7 @@ class GenerateAnswer(AnswerForm):
 
     def _note(self, piece: TextPiece) -> None:
         """Note the values of a piece that `details` contains."""
-        self._finish, self._is_cut = piece.finish, piece.is_cut
+        self._finish, self._stop = piece.finish, piece.stop
         if self.texts is not None:
             self._tokens += piece.logprobs
 
@@ -87,7 +87,7 @@ class GenerateAnswer(AnswerForm):
         if self.texts is None:
             return b""
         tokens = [_token(entry, self.texts) for entry in self._tokens]
-        reason = "length" if self._finish == "length" else "stop_sequence" if self._is_cut else "eos_token"
+        reason = "length" if self._finish == "length" else "eos_token" if self._stop is None else "stop_sequence"
         last = {"token": tokens[-1]} if is_stream and tokens else {}
         return b',"details":%b' % orjson.dumps({"finish_reason": reason, **last, "logprobs": tokens})
 

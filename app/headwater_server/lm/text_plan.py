@@ -12,8 +12,8 @@ from headwater_server.codecs.faults import at
 from headwater_server.errors import BadRequest, ContextTooLong
 from headwater_server.lm.sampling_fields import TextEnd
 from headwater_server.lm.sequence import SequenceSpec
+from headwater_server.lm.text.answer_reader import AnswerReading
 from headwater_server.lm.text.stop_automaton import StopAutomaton
-from headwater_server.lm.text.tool_calls import ToolUse
 from headwater_server.lm.text_stream import TextStream
 
 if TYPE_CHECKING:  # importing tokenizers takes memory: only workers with a language model import it
@@ -63,15 +63,16 @@ class TextPlan(NamedTuple):
     """Maximum duration of the request in seconds; None: no maximum."""
     n: int = 1
     """Number of choices of each prompt."""
-    tools: ToolUse | None = None
-    """How the texts are searched for tool calls; `None` if the whole texts are content."""
+    reading: AnswerReading | None = None
+    """How the texts are divided into reasoning, content and tool calls; `None` if the whole texts are content."""
     ignored: tuple[str, ...] = ()
     """Paths of the request's fields without effect, which the answer's header `headwater-ignored` names."""
 
     def streams(self, texts: TokenTexts) -> list[TextStream]:
         """A new `TextStream` for each sequence."""
-        marks = self.tools.format.marks if self.tools is not None else ()
-        kept_ids = frozenset(token for mark in marks if (token := texts.id_of(mark)) is not None)
+        marks = {}
+        if self.reading is not None:
+            marks = {token: mark for mark in self.reading.marks if (token := texts.added_id(mark)) is not None}
         stops = StopAutomaton(self.end.stops) if self.end.stops else None
         return [
             TextStream(
@@ -81,7 +82,8 @@ class TextPlan(NamedTuple):
                 include_stop=self.end.include_stop,
                 skip_special_tokens=self.end.skip_special_tokens,
                 min_tokens=spec.sampling.min_tokens,
-                kept_ids=kept_ids,
+                marks=marks,
+                has_ends=self.reading is not None and self.reading.reasoning is not None,
                 logprobs=spec.sampling.logprobs is not None,
                 prefix=prefix,
                 offsets=offsets,
@@ -101,7 +103,7 @@ def plan(
     prompt_logprobs: int | None = None,
 ) -> TextPlan:
     """Make `n` sequences of each prompt. If a seed is set, the sequences of a prompt get the seeds ``seed``,
-    ``seed + 1`` and so on. The plan has no tools: the caller adds them.
+    ``seed + 1`` and so on. The plan has no `reading`: the caller adds it.
 
     Raises:
         BadRequest: the engine can't hold this number of running and waiting sequences; or the minimum number of tokens

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headwater_server.errors import ContractBroken
 from headwater_server.lm.sequence import Generation, Tokens
+from headwater_server.lm.text.answer_parts import SPECIAL
 from headwater_server.lm.text.detokenizer import Detokenizer
 from headwater_server.lm.text.stop_automaton import StopAutomaton
 from headwater_server.lm.text.stop_strings import StopFinder
@@ -40,8 +42,11 @@ class TextPiece(NamedTuple):
     """The tokens that begin in this piece; empty if the request didn't ask for log probabilities."""
     finish: str | None = None
     """Set in the last piece: ``stop`` (a stop token or a stop string) or ``length``. None in earlier pieces."""
-    is_cut: bool = False
-    """Whether a stop string has ended the text."""
+    stop: str | None = None
+    """The stop string that has ended the text; None if no stop string has."""
+    ends: Sequence[int] = ()
+    """For each new token the number of characters of the answer up to the token's end, including text that is held
+    back; empty unless the request counts the tokens of parts of the answer."""
 
 
 class TextStream:
@@ -59,7 +64,8 @@ class TextStream:
         min_tokens: a stop string that is complete within this number of tokens doesn't end the text.
         include_stop: whether the text includes the token or string that stops it.
         skip_special_tokens: whether the text omits special tokens.
-        kept_ids: special tokens that are never omitted.
+        marks: the texts of tokens that are never omitted, by their ids. In the text, `SPECIAL` stands before each.
+        has_ends: whether pieces have `TextPiece.ends`.
         logprobs: whether pieces have log probabilities.
         prefix: text to put before the answer.
         offsets: offset of each token of the prompt in `prefix`, if the prompt has log probabilities; otherwise empty.
@@ -74,12 +80,16 @@ class TextStream:
         min_tokens: int = 0,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
-        kept_ids: frozenset[int] = frozenset(),
+        marks: Mapping[int, str] = MappingProxyType({}),
+        has_ends: bool = False,
         logprobs: bool = False,
         prefix: str = "",
         offsets: Sequence[int] = (),
     ) -> None:
+        kept_ids = frozenset(marks)
         self._detokenizer = Detokenizer(texts, prompt, skip_special_tokens=skip_special_tokens, kept_ids=kept_ids)
+        self._marks = marks
+        self._ends: list[int] | None = [] if has_ends else None
         self._texts = texts
         self._stops = StopFinder(stops, include_stop=include_stop) if stops is not None else None
         self._min_tokens = min_tokens
@@ -100,8 +110,8 @@ class TextStream:
         """Number of generated tokens so far, up to and including the token that stopped the text."""
         self.finish: str | None = None
         """The `TextPiece.finish` of the last piece; None until the last piece was returned."""
-        self._is_cut = False
-        """Whether a stop string has ended the text."""
+        self._stop: str | None = None
+        """The stop string that has ended the text."""
 
     def take(self, news: Tokens) -> TextPiece:
         """The text that these tokens complete. The first piece begins with the prefix; if the prompt has log
@@ -109,14 +119,18 @@ class TextStream:
         empty and without `finish`."""
         if self.finish is not None:
             return TextPiece("")
-        is_plain = self._stops is None and not self._has_logprobs
+        is_plain = self._stops is None and not self._has_logprobs and self._ends is None
         text = self._take_all(news) if is_plain else self._take_each(news)
         echoed = self._echoed(news) if self._offsets else []
         if self._sent < len(self._prefix):
             end = self._offsets[self._told] if self._told < len(self._offsets) else len(self._prefix)
             text = self._prefix[self._sent : end] + text
         self._sent += len(text)
-        return TextPiece(text, [*echoed, *self._released()] if self._has_logprobs else (), self.finish, self._is_cut)
+        ends: Sequence[int] = ()
+        if self._ends is not None:
+            ends, self._ends = self._ends, []
+        logprobs = [*echoed, *self._released()] if self._has_logprobs else ()
+        return TextPiece(text, logprobs, self.finish, self._stop, ends)
 
     def _echoed(self, news: Tokens) -> list[TokenLogprob]:
         """The entries of the prompt's next tokens."""
@@ -133,11 +147,23 @@ class TextStream:
         ids = news.tokens
         self.completion_tokens += len(ids)
         if news.finish is None:
-            return self._detokenizer.push(ids)
+            return self._decoded(ids)
         self.finish = news.finish
         if news.finish == "stop" and not self._include_stop:
             ids = ids[:-1]
-        return self._detokenizer.push(ids) + self._detokenizer.finish()
+        return self._decoded(ids) + self._detokenizer.finish()
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        """The text that these tokens complete, with `SPECIAL` before the text of each mark."""
+        if self._marks.keys().isdisjoint(ids):
+            return self._detokenizer.push(ids)
+        parts = []
+        for token in ids:
+            text, mark = self._detokenizer.push((token,)), self._marks.get(token)
+            if mark is not None and text.endswith(mark):
+                text = f"{text.removesuffix(mark)}{SPECIAL}{mark}"
+            parts.append(text)
+        return "".join(parts)
 
     def _take_each(self, news: Tokens) -> str:
         """Like `_take_all`, but token by token: to find the token that completes a stop string, and each token's
@@ -148,7 +174,9 @@ class TextStream:
             self.completion_tokens += 1
             before = self._read
             if n != stop_at:
-                parts.append(self._search(self._detokenizer.push((token,))))
+                parts.append(self._search(self._decoded((token,))))
+            if self._ends is not None:
+                self._ends.append(self._read - len(self._prefix))
             if self._has_logprobs and (n != stop_at or self._offsets):
                 assert news.logprobs is not None
                 top = news.tops[n] if news.tops is not None else ()
@@ -162,7 +190,7 @@ class TextStream:
                 rest, stop = self._stops.finish() if self._stops is not None else ("", None)
                 parts.append(rest)
                 if stop is not None:
-                    self._cut()
+                    self._cut(stop)
                 else:
                     self.finish = news.finish
         return "".join(parts)
@@ -176,17 +204,16 @@ class TextStream:
             return self._stops.skip(text)
         sent, stop = self._stops.push(text)
         if stop is not None:
-            self._cut()
+            self._cut(stop)
         return sent
 
-    def _cut(self) -> None:
-        self.finish = "stop"
-        self._is_cut = True
+    def _cut(self, stop: str) -> None:
+        self.finish, self._stop = "stop", stop
 
     def _released(self) -> list[TokenLogprob]:
         """Remove and return the held entries of tokens that begin in the text sent so far; at the end of a text that no
         stop string has cut, all held entries."""
-        held, is_whole = self._held, self.finish is not None and not self._is_cut
+        held, is_whole = self._held, self.finish is not None and self._stop is None
         released = []
         while held and (is_whole or held[0].offset < self._sent):  # the offsets are in ascending order
             released.append(held.popleft())
@@ -201,6 +228,8 @@ class Usage(NamedTuple):
     completion_tokens: int
     cached_tokens: int = 0
     """Tokens of the prompts that the prefix cache had, counted once for prompts with several answers."""
+    reasoning_tokens: int = 0
+    """Tokens of the answers that are reasoning."""
 
     def as_json(self) -> dict[str, Any]:
         """The JSON of OpenAI's ``usage``."""
@@ -209,6 +238,7 @@ class Usage(NamedTuple):
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
 
@@ -295,4 +325,5 @@ class TextGeneration:
 
 def _joined(pieces: Sequence[TextPiece]) -> TextPiece:
     text = "".join([piece.text for piece in pieces])
-    return pieces[-1]._replace(text=text, logprobs=[entry for piece in pieces for entry in piece.logprobs])
+    logprobs = [entry for piece in pieces for entry in piece.logprobs]
+    return pieces[-1]._replace(text=text, logprobs=logprobs, ends=tuple(end for piece in pieces for end in piece.ends))

@@ -89,7 +89,7 @@ def test_a_chat_answer(gateway: Gateway) -> None:
     prompt = len(gateway.tiny.opened[0][1].specs[0].prompt)
     assert answer.usage.model_dump(exclude_none=True) == {
         "prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": 0}, "completion_tokens_details": {"reasoning_tokens": 0},
     }  # fmt: skip
     assert prompt == PROMPT_TOKENS
 

@@ -17,6 +17,7 @@ from headwater.lm.grammars import KINDS
 from headwater_server.errors import ReplicaLost
 from headwater_server.lm.responses import ResponsesRequest
 from headwater_server.lm.responses_answer import ResponsesAnswer
+from headwater_server.lm.text.answer_reader import AnswerReading
 from headwater_server.lm.text.tool_calls import FORMATS, ToolUse
 from headwater_server.lm.text_stream import TextPiece, Usage
 from tests.app.lm.response_events import data, said, told
@@ -41,7 +42,7 @@ USAGE = Usage(1, 1)
 
 def events_of(answer: str, cuts: Sequence[int], finish: str, use: ToolUse) -> list[dict[str, Any]]:
     """The events of an answer that comes in pieces which end there."""
-    form = ResponsesAnswer({"model": "m"}, tiny_text().tokenizer.texts, use)
+    form = ResponsesAnswer({"model": "m"}, tiny_text().tokenizer.texts, AnswerReading(use))
     events = form.begin()
     for begin, end in zip([0, *cuts], [*cuts, len(answer)], strict=True):
         events += form.piece(0, TextPiece(answer[begin:end], (), finish if end == len(answer) else None))
@@ -49,7 +50,7 @@ def events_of(answer: str, cuts: Sequence[int], finish: str, use: ToolUse) -> li
 
 
 def whole_of(answer: str, finish: str, use: ToolUse) -> Any:
-    form = ResponsesAnswer({"model": "m"}, tiny_text().tokenizer.texts, use)
+    form = ResponsesAnswer({"model": "m"}, tiny_text().tokenizer.texts, AnswerReading(use))
     return json.loads(form.whole([TextPiece(answer, (), finish)], USAGE))
 
 

@@ -21,7 +21,7 @@ async def test_a_sequence_is_dropped_at_its_stop_string_and_the_others_go_on() -
     specs = [SequenceSpec([5], 100), SequenceSpec([5], 100)]
     generation = ScriptedGeneration(specs, Script(text="a = 1; b = 2; c = 3"))
     job = TextGeneration(generation, [stream(";"), stream()], 1)
-    assert await job.whole() == [TextPiece("a = 1", [], "stop", True), TextPiece("a = 1; b = 2; c = 3", [], "stop")]
+    assert await job.whole() == [TextPiece("a = 1", [], "stop", ";"), TextPiece("a = 1; b = 2; c = 3", [], "stop")]
     assert generation.dropped == [0]
     assert job.usage.prompt_tokens == 1
     both = len(ids_of("a = 1; b = 2; c = 3")) + 1 + len(ids_of("a = 1;"))
@@ -32,7 +32,7 @@ async def test_a_sequence_is_dropped_at_its_stop_string_and_the_others_go_on() -
 
 async def test_a_stop_string_in_the_last_tokens_needs_no_drop() -> None:
     generation = ScriptedGeneration([SequenceSpec([5], 100)], Script(text="a = 1; b", chunk=100))
-    assert await TextGeneration(generation, [stream(";")], 1).whole() == [TextPiece("a = 1", [], "stop", True)]
+    assert await TextGeneration(generation, [stream(";")], 1).whole() == [TextPiece("a = 1", [], "stop", ";")]
     assert generation.dropped == []
 
 
@@ -55,4 +55,5 @@ async def test_a_failure_is_passed_on() -> None:
 def test_usage_as_openai_has_it() -> None:
     assert Usage(3, 4, 2).as_json() == {
         "prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }  # fmt: skip

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from headwater_server.errors import BadRequest
 from headwater_server.lm.chat import ChatAnswer, ChatRequest
+from headwater_server.lm.text.answer_reader import AnswerReading
 from headwater_server.lm.text.tool_calls import FORMATS, ToolUse
 from headwater_server.lm.text_plan import TextPlan
 from headwater_server.lm.text_stream import TextPiece, TokenLogprob, Usage
@@ -55,10 +56,10 @@ def test_the_template_gets_the_tools() -> None:
 )
 def test_without_tools_to_call_the_model_is_told_of_none_and_its_text_is_content(fields: dict[str, Any]) -> None:
     assert "functions" not in prompt(**fields)
-    assert planned(**fields).tools is None
+    assert planned(**fields).reading is None
     body = {"model": "m", "messages": HELLO, "tools": TOOLS, **fields, "parallel_tool_calls": True}
     if fields.get("tool_choice") == "none" or not body["tools"]:  # of a model without tools, too
-        assert ChatRequest.read(json.dumps(body).encode()).plan(tiny_text(), LIMITS).tools is None
+        assert ChatRequest.read(json.dumps(body).encode()).plan(tiny_text(), LIMITS).reading is None
 
 
 def test_calls_and_their_results_go_back_into_the_template() -> None:
@@ -152,9 +153,9 @@ def test_some_templates_begin_the_reasoning_in_the_prompt() -> None:
         ("hermes", {}, False), ("reasoning", {}, True),
         ("reasoning", {"chat_template_kwargs": {"enable_thinking": False}}, False),
     ):  # fmt: skip
-        use = planned(template, **fields).tools
-        assert use is not None
-        assert use.is_reasoning == is_reasoning
+        reading = planned(template, **fields).reading
+        assert reading is not None
+        assert reading.is_open == is_reasoning
 
 
 @pytest.mark.parametrize(
@@ -163,9 +164,9 @@ def test_some_templates_begin_the_reasoning_in_the_prompt() -> None:
 def test_a_grammar_leaves_no_room_for_reasoning(fields: dict[str, Any]) -> None:
     limits = msgspec.structs.replace(LIMITS, grammars=frozenset({"lark", "json_schema"}))
     body = {"model": "m", "messages": HELLO, "tools": TOOLS, **fields}
-    use = ChatRequest.read(json.dumps(body).encode()).plan(tool_text("reasoning"), limits).tools
-    assert use is not None
-    assert not use.is_reasoning
+    reading = ChatRequest.read(json.dumps(body).encode()).plan(tool_text("reasoning"), limits).reading
+    assert reading is not None
+    assert not reading.is_open
 
 
 def test_a_model_whose_format_is_not_known_names_the_option() -> None:
@@ -201,7 +202,7 @@ def test_a_stream_says_the_same_as_a_whole_answer(
     answer: str, size: int, finish: str, is_constrained: bool, logprobs: bool
 ) -> None:
     use = ToolUse(FORMATS["hermes"], frozenset({"weather", "clock"}), is_constrained=is_constrained)
-    make = partial(ChatAnswer, "m", 1, tiny_text().tokenizer.texts, logprobs=logprobs, tools=use)
+    make = partial(ChatAnswer, "m", 1, tiny_text().tokenizer.texts, logprobs=logprobs, reading=AnswerReading(use))
     entry = TokenLogprob(5, -1.0, (), 0)
     cuts = [
         TextPiece(answer[at : at + size], [entry] if logprobs else (), finish if at + size >= len(answer) else None)

@@ -87,6 +87,7 @@ class TokenTexts:
         added = tokenizer.get_added_tokens_decoder()
         special = {token.content for token in added.values() if token.special}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.content in special)
+        self._added_ids = {token.content: token_id for token_id, token in added.items()}
         head, joint, body, rest = _split(_flat(decoder, name))
         self.family = "bytes" if joint == "ByteLevel" else "byte_fallback" if joint == "ByteFallback" else "texts"
         self.strip = _strip(rest, name)
@@ -102,6 +103,11 @@ class TokenTexts:
         """The id of a special token; `None` for any other text."""
         token_id = self.id_of(token)
         return token_id if token_id in self.special_ids else None
+
+    def added_id(self, token: str) -> int | None:
+        """The id of an added token, special or not: other tokens can't spell its text without a difference that ids
+        show. `None` for any other text."""
+        return self._added_ids.get(token)
 
     def id_of(self, token: str) -> int | None:
         """The id of a token; `None` if it is not in the vocabulary."""

@@ -24,9 +24,10 @@ import msgspec
 import orjson
 
 from headwater.signature import ToolParser
+from headwater_server.lm.text.answer_parts import CallPart
 from headwater_server.lm.text.call_source import SPACE, CallSource, NoCall, Reading
 
-__all__ = ["FORMATS", "CallFinder", "CallFormat", "CallPart", "ToolUse", "call_format"]
+__all__ = ["FORMATS", "CallFinder", "CallFormat", "ToolUse", "call_format"]
 
 _MAX_HEAD: Final = 256
 """Maximum number of characters between ``[TOOL_CALLS]`` and the arguments."""
@@ -86,17 +87,6 @@ def call_format(template: str, parser: ToolParser | None = None) -> CallFormat |
     if "<|python_tag|>" in template or '"parameters": dictionary of argument' in template:
         return FORMATS["llama3"]
     return None
-
-
-class CallPart(NamedTuple):
-    """A part of a call."""
-
-    number: int
-    """The call's index among the calls of its answer."""
-    name: str
-    """The function's name in the first part of a call; empty in later parts."""
-    arguments: str
-    """The next characters of the arguments' JSON; empty in the first part."""
 
 
 class ToolUse(NamedTuple):
@@ -200,7 +190,8 @@ class _ParsedOutput:
 
     def _add(self, name: str, arguments: str) -> None:
         if self.calls == 1 or not self._use.only_first:
-            self._found.append(CallPart(self.calls - 1, name, arguments))
+            id = self._use.format.new_id() if name else ""
+            self._found.append(CallPart(self.calls - 1, name, arguments, id))
 
 
 class _CallObject(msgspec.Struct):

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater_server.lm.text.tool_calls import FORMATS, CallFinder, CallFormat, CallPart, ToolUse, call_format
+from headwater_server.lm.text.answer_parts import CallPart
+from headwater_server.lm.text.tool_calls import FORMATS, CallFinder, CallFormat, ToolUse, call_format
 
 NAMES = frozenset({"weather", "add-up"})
 HERMES, LLAMA3, MISTRAL = FORMATS["hermes"], FORMATS["llama3"], FORMATS["mistral"]
@@ -221,7 +222,7 @@ def test_arguments_come_as_they_are_written_where_a_grammar_makes_them_sound(for
     finder = CallFinder(ToolUse(format, NAMES, is_constrained=True))
     events = [finder.push(one) for one in answer]
     begin = answer.index(ARGUMENTS)
-    assert events[begin] == [CallPart(0, "weather", ""), CallPart(0, "", "{")]
+    assert [part[:3] for part in events[begin]] == [(0, "weather", ""), (0, "", "{")]
     assert [event for event in events[begin + 1 :] if event] == [[CallPart(0, "", one)] for one in ARGUMENTS[1:]]
     assert finder.finish() == []
 
