@@ -1,9 +1,13 @@
-"""The request fields for structured output, and their conversion into a grammar."""
+"""The request fields that constrain an answer, and their conversion into a grammar.
+
+Source: OpenAI's ``response_format``; vLLM's ``structured_outputs`` and its former ``guided_...`` fields; the fields and
+formats of SGLang, llama.cpp, text-generation-inference, Fireworks and Together.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Annotated, Any, Final, Literal
 
@@ -13,25 +17,44 @@ from msgspec import Meta
 from headwater.engine import MAX_GRAMMAR, EngineLimits, Grammar, GrammarKind
 from headwater_server.codecs.faults import at, shown
 from headwater_server.lm.grammar_depth import check_depth
+from headwater_server.lm.held_schemas import held_schema
+from headwater_server.lm.structural_tags import structural_lark
 
 __all__ = [
+    "CONSTRAINTS",
+    "FORMAT_FIELDS",
     "JsonSchemaFormat",
     "ResponseFormat",
     "Schema",
+    "SchemaOrText",
     "StructuredOutputs",
-    "check_optional",
     "checked_grammar",
 ]
 
 MAX_BEGINNINGS: Final = 9_000
 """Maximum number of different beginnings of labels: the engine's automaton has a state for each beginning, and at most
 10,000 states."""
-MAX_OPTIONAL: Final = 500
-"""Maximum number of optional properties of an object in a JSON schema: the engine's parser holds at most 2,500 items:
-four for each optional property, and some for the schema around the object."""
 _ANY_OBJECT: Final = '{"type":"object"}'
+CONSTRAINTS: Final = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
+    "json_schema": "json", "regex": "regex", "ebnf": "grammar", "grammar": "grammar",
+    "structural_tag": "structural_tag",
+}  # fmt: skip
+"""Fields of other servers that constrain the answer: the field of `StructuredOutputs` with the same meaning."""
+FORMAT_FIELDS: Final[dict[str, dict[str, str]]] = {
+    "text": {},
+    "json_object": {"schema": "json", "value": "json"},
+    "json_schema": {"json_schema": "", "schema": "json"},
+    "json": {"value": "json", "schema": "json"},
+    "regex": {"pattern": "regex", "value": "regex"},
+    "grammar": {"grammar": "grammar"},
+    "structural_tag": {"structures": "", "triggers": "", "format": ""},
+}
+"""The types of ``response_format``, and the further fields of each: the field of `StructuredOutputs` with the same
+meaning; empty if there is none."""
 
 Schema = Annotated[dict[str, Any], Meta(description="JSON Schema")]
+SchemaOrText = Annotated[Schema | str | None, Meta(description="JSON Schema, or its text")]
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -44,116 +67,149 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's ``response_format``."""
+    """OpenAI's ``response_format``, and the types and fields that other servers have for it."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "json", "regex", "grammar", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    schema: SchemaOrText = None
+    value: Annotated[Schema | str | None, Meta(description="A JSON Schema or a regular expression")] = None
+    pattern: Annotated[str | None, Meta(description="A regular expression")] = None
+    grammar: Annotated[str | None, Meta(description="Lark, or GBNF")] = None
+    structures: list[Any] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
-    def grammar(self) -> Grammar | None:
+    def grammar_of(self) -> Grammar | None:
         """The answer's grammar; `None` if any text is allowed.
 
         Raises:
-            BadRequest: `json_schema` is missing; its schema is too large, too deep, or has an object with too many
-                optional properties; or it is given with another type than ``json_schema``.
+            BadRequest: the type's field is missing, too large, too deep or of another type, or has a schema that can't
+                be held (see `held_schema`); or there is a field of another type.
         """
-        path = "response_format.json_schema"
-        if self.json_schema is not None and self.type != "json_schema":
-            raise at(path, None, f'expected it with the type "json_schema" only, got {shown(self.type)}; leave it out')
+        fields = {name: getattr(self, name) for name in self.__struct_fields__[1:] if getattr(self, name) is not None}
+        kinds = FORMAT_FIELDS[self.type]
+        for name in fields:
+            if name not in kinds:
+                types = " or ".join(f'"{kind}"' for kind, names in FORMAT_FIELDS.items() if name in names)
+                expected = f"expected it with the type {types} only, got {shown(self.type)}; leave it out"
+                raise at(f"response_format.{name}", None, expected)
         if self.type == "text":
             return None
-        if self.type == "json_object":
-            return Grammar("json_schema", _ANY_OBJECT, "response_format")
-        if self.json_schema is None:
-            raise at(path, None, 'expected an object with a name and a schema, got none; add it, or change "type"')
-        return _schema_grammar(self.json_schema.schema or {}, path)
+        if self.type == "structural_tag":
+            return _constraint("structural_tag", fields, "response_format")
+        if self.json_schema is not None:
+            path = "response_format.json_schema"
+            return _schema_grammar(self.json_schema.schema or {}, path, f"{path}.schema")
+        if not fields:
+            if self.type == "json_object":
+                return Grammar("json_schema", _ANY_OBJECT, "response_format")
+            expected = "an object with a name and a schema" if self.type == "json_schema" else "a value"
+            path = f"response_format.{next(iter(kinds))}"
+            raise at(path, None, f'expected {expected}, got none; add it, or change "type"')
+        name, value = next(iter(fields.items()))
+        return _constraint(kinds[name], value, f"response_format.{name}")
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's ``structured_outputs``. Exactly one field must be given."""
+    """vLLM's ``structured_outputs``. Exactly one of the fields that constrain must be given."""
 
-    json: Annotated[Schema | str | None, Meta(description="JSON Schema, or its text")] = None
+    json: SchemaOrText = None
     regex: Annotated[str | None, Meta(description="The whole answer matches it")] = None
     choice: Annotated[list[str], Meta(min_length=1)] | None = None
     grammar: Annotated[str | None, Meta(description="Lark, or GBNF")] = None
     json_object: bool | None = None
+    structural_tag: Annotated[dict[str, Any] | str | None, Meta(description="Structures and triggers")] = None
+    disable_fallback: Annotated[bool | None, Meta(description="Without effect: there is no fallback")] = None
+    disable_any_whitespace: Annotated[bool | None, Meta(description="Only false is supported")] = None
+    disable_additional_properties: Annotated[bool | None, Meta(description="Only false is supported")] = None
+    whitespace_pattern: None = None
 
     def grammar_of(self) -> Grammar:
         """The answer's grammar.
 
         Raises:
             BadRequest: not exactly one field is given (a false `json_object` doesn't count); or the field is too large
-                or too deep, has an object with too many optional properties, or too many beginnings of labels.
+                or too deep, has a schema that can't be held (see `held_schema`), or too many beginnings of labels.
         """
-        fields = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            if getattr(self, name):
+                raise at(f"structured_outputs.{name}", None, "this model does not support it; expected false, got true")
+        names = self.__struct_fields__[:6]
+        fields = [name for name in names if getattr(self, name) not in (None, False)]
         if len(fields) != 1:
-            expected = f"expected one of {', '.join(self.__struct_fields__)}"
+            expected = f"expected one of {', '.join(names)}"
             raise at("structured_outputs", None, f"{expected}, got {' and '.join(fields) or 'none'}")
-        path = f"structured_outputs.{fields[0]}"
-        if self.json is not None:
-            return _schema_grammar(self.json, path)
-        if self.regex is not None:
-            return _grammar("regex", self.regex, path)
-        if self.choice is not None:
-            return _grammar("lark", _choice(self.choice, path), path)
-        if self.grammar is not None:
-            return _grammar("lark", self.grammar, path)
-        return Grammar("json_schema", _ANY_OBJECT, path)
+        return _constraint(fields[0], getattr(self, fields[0]), f"structured_outputs.{fields[0]}")
 
 
 def checked_grammar(
-    response_format: ResponseFormat | None, structured_outputs: StructuredOutputs | None, limits: EngineLimits
+    response_format: ResponseFormat | None,
+    structured_outputs: StructuredOutputs | None,
+    limits: EngineLimits,
+    others: Mapping[str, Any] | None = None,
 ) -> Grammar | None:
     """The grammar that a request asks for; `None` if any text is allowed.
 
+    Args:
+        response_format, structured_outputs: the request's fields.
+        limits: the engine's limits.
+        others: the request's fields of `CONSTRAINTS` that are set.
+
     Raises:
-        BadRequest: a field is wrong, both fields ask for a grammar, or the engine doesn't support this kind of grammar.
+        BadRequest: a field is wrong, several fields ask for a grammar, or the engine doesn't support this kind of
+            grammar.
     """
-    grammar = None if response_format is None else response_format.grammar()
+    grammars: dict[str, Grammar] = {}
+    if response_format is not None and (grammar := response_format.grammar_of()) is not None:
+        grammars["response_format"] = grammar
     if structured_outputs is not None:
-        if grammar is not None:
-            raise at("structured_outputs", None, "expected it without response_format; leave one of them out")
-        grammar = structured_outputs.grammar_of()
-    if grammar is not None and grammar.kind not in limits.grammars:
-        raise at(grammar.field, None, "this model does not support it; leave it out")
-    return grammar
+        grammars["structured_outputs"] = structured_outputs.grammar_of()
+    for name, value in (others or {}).items():
+        grammars[name] = _constraint(CONSTRAINTS[name], value, name)
+    if len(grammars) > 1:
+        first, second = list(grammars)[:2]
+        raise at(second, None, f"expected it without {first}; leave one of them out")
+    for grammar in grammars.values():
+        if grammar.kind not in limits.grammars:
+            raise at(grammar.field, None, "this model does not support it; leave it out")
+        return grammar
+    return None
 
 
-def check_optional(schema: object, path: str) -> None:
-    """Refuse a schema with more than `MAX_OPTIONAL` optional properties in an object: the engine could not parse such
-    an object to its end.
+def _constraint(kind: str, value: Any, path: str) -> Grammar:
+    """The grammar of a field of `StructuredOutputs`.
 
     Args:
-        schema: the schema.
-        path: the request's field.
-
-    Raises:
-        BadRequest: an object has more optional properties.
+        kind: the field.
+        value: its value.
+        path: its path in the request.
     """
-    stack = [schema]
-    while stack:
-        part = stack.pop()
-        if isinstance(part, list):
-            stack += part
-        elif isinstance(part, dict):
-            stack += part.values()
-            properties, required = part.get("properties"), part.get("required")
-            if isinstance(properties, dict) and len(properties) > MAX_OPTIONAL:
-                needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
-                optional = len(properties.keys() - needed)
-                if optional > MAX_OPTIONAL:
-                    expected = f"expected objects with at most {MAX_OPTIONAL} optional properties, got {optional}"
-                    raise at(path, None, f"{expected}; require more of them, or group them in objects")
+    if kind == "json":
+        return _schema_grammar(value, path, path)
+    if kind == "regex":
+        if not isinstance(value, str):
+            raise at(path, None, f"expected a regular expression, got {shown(value)}")
+        return _grammar("regex", value, path)
+    if kind == "choice":
+        return _grammar("lark", _choice(value, path), path)
+    if kind == "grammar":
+        return _grammar("lark", value, path)
+    if kind == "structural_tag":
+        return _grammar("lark", structural_lark(value, path), path)
+    return Grammar("json_schema", _ANY_OBJECT, path)
 
 
-def _schema_grammar(schema: dict[str, Any] | str, path: str) -> Grammar:
-    """The grammar of a JSON schema, which is given decoded or as text."""
-    grammar = _grammar("json_schema", schema if isinstance(schema, str) else _text(schema), path)
+def _schema_grammar(schema: dict[str, Any] | str, field: str, path: str) -> Grammar:
+    """The grammar of a JSON schema, which is given decoded or as text. ``field`` is the grammar's field, ``path`` the
+    schema's."""
     if isinstance(schema, str):
-        with contextlib.suppress(msgspec.DecodeError, RecursionError):  # the engine reports the error in the text
-            check_optional(msgspec.json.decode(schema), path)
-    else:
-        check_optional(schema, path)
-    return grammar
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):  # the engine reports the error in the text
+            return _grammar("json_schema", str(schema), field)
+    text = json.dumps(held_schema(schema, path), ensure_ascii=False, separators=(",", ":"))
+    _check_length(text, field)
+    return Grammar("json_schema", text, field)
 
 
 def _choice(labels: Sequence[str], path: str) -> str:
@@ -176,10 +232,14 @@ def _choice(labels: Sequence[str], path: str) -> str:
 
 
 def _grammar(kind: GrammarKind, text: str, path: str) -> Grammar:
-    if len(text) > MAX_GRAMMAR:
-        raise at(path, None, f"expected at most {MAX_GRAMMAR} characters, got {len(text)}; shorten it")
+    _check_length(text, path)
     check_depth(kind, text, path)
     return Grammar(kind, text, path)
+
+
+def _check_length(text: str, path: str) -> None:
+    if len(text) > MAX_GRAMMAR:
+        raise at(path, None, f"expected at most {MAX_GRAMMAR} characters, got {len(text)}; shorten it")
 
 
 def _text(value: object) -> str:

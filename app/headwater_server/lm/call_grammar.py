@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import msgspec
 import orjson
 
 from headwater.engine import MAX_GRAMMAR, Grammar
 from headwater_server.codecs.faults import at
-from headwater_server.lm.answer_grammar import check_optional
-from headwater_server.lm.grammar_depth import check_schema_depth
+from headwater_server.lm.held_schemas import held_schema
 from headwater_server.lm.text.tool_calls import CallFormat
 
 __all__ = ["call_grammar"]
 
+_FIX: Final = 'leave it out, or let the model choose ("tool_choice": "auto" without "strict"): then it is ignored'
+
 
 def call_grammar(
     format: CallFormat,
-    tools: Sequence[Mapping[str, Any]],
+    tools: Mapping[int, Mapping[str, Any]],
     special_id: Callable[[str], int | None],
     *,
     is_single: bool,
@@ -30,14 +31,15 @@ def call_grammar(
 
     Args:
         format: the format of calls.
-        tools: the tools that may be called, in the form that `headwater_server.lm.tools.checked_tools` returns.
+        tools: the tools that may be called, in the form that `headwater_server.lm.tools.checked_tools` returns, by
+            their places in the request.
         special_id: returns the id of a special token; `None` for any other text.
         is_single: whether the answer has at most a single call.
         content: the JSON schema of an answer without calls; `None` if the answer must call a tool.
 
     Raises:
-        BadRequest: `content` is not JSON; or a tool's schema is too deep, or has an object with too many optional
-            properties; or the whole grammar is longer than `MAX_GRAMMAR`.
+        BadRequest: `content` is not JSON; or a tool's schema can't be held (see `held_schema`); or the whole grammar is
+            longer than `MAX_GRAMMAR`.
     """
 
     def mark(text: str) -> str:
@@ -60,11 +62,10 @@ def call_grammar(
             raise at(content.field, None, f"expected a JSON schema, got text that is no JSON: {error}") from error
         rules.append(f"content: %json {content.text}")
     functions = []
-    for n, tool in enumerate(tools):
+    for n, tool in tools.items():
         function = tool["function"]
-        name, schema = function["name"], {"type": "object", **function["parameters"]}
-        check_optional(schema, "tools")
-        check_schema_depth(schema, "tools")
+        parameters = held_schema(function["parameters"], f"tools[{n}].function.parameters", _FIX)
+        name, schema = function["name"], {"type": "object", **parameters}
         if format.has_names:
             begin = f'{mark("[TOOL_CALLS]")} "{name}" {mark("[ARGS]")}'
             end = ""

@@ -1,9 +1,10 @@
 """Requests and answers of ``POST /v1/chat/completions``.
 
 Source: OpenAI's API reference. Unsupported features are refused with an error that names the field. `top_k`, `min_p`,
-`repetition_penalty`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `structured_outputs`, `chat_template_kwargs`,
-`timeout_s`, `include_stop_str_in_output`, `skip_special_tokens` and `stream_options.continuous_usage_stats` are
-extensions, mostly from vLLM.
+`repetition_penalty`, `min_tokens`, `stop_token_ids`, `ignore_eos`, `structured_outputs` and the other fields of
+`CONSTRAINTS`, `chat_template_kwargs`, `add_generation_prompt`, `continue_final_message`, `timeout_s`,
+`include_stop_str_in_output`, `skip_special_tokens` and `stream_options.continuous_usage_stats` are extensions, mostly
+from vLLM.
 """
 
 from __future__ import annotations
@@ -21,20 +22,29 @@ from headwater_server.lm.answer_grammar import ResponseFormat, checked_grammar
 from headwater_server.lm.call_grammar import call_grammar
 from headwater_server.lm.openai_answer import OpenAIAnswer, shown_tokens
 from headwater_server.lm.reasoning_effort import Effort, template_effort
-from headwater_server.lm.sampling_fields import Flag, StreamFields
+from headwater_server.lm.sampling_fields import ONLY_TEXTS, Flag, StreamFields
 from headwater_server.lm.text.answer_parts import AnswerPart, CallPart, ReasoningPart
 from headwater_server.lm.text.answer_reader import AnswerReader, AnswerReading
 from headwater_server.lm.text.chat_messages import checked_messages
 from headwater_server.lm.text.tool_calls import ToolUse
 from headwater_server.lm.text_plan import Prompt, TextPlan, answer_tokens, plan, text_ids
 from headwater_server.lm.text_stream import TextPiece, TokenLogprob, Usage
-from headwater_server.lm.tools import CHOICE_SCHEMA, TOOLS_SCHEMA, checked_choice, checked_tools
+from headwater_server.lm.tools import CHOICE_SCHEMA, TOOLS_SCHEMA, checked_choice, checked_tools, unknown_fields
 
 if TYPE_CHECKING:
     from headwater_server.lm.text.language import LanguageText
     from headwater_server.lm.text.token_texts import TokenTexts
 
-__all__ = ["ChatAnswer", "ChatRequest", "Messages", "TemplateVariables", "Verbosity", "checked_variables"]
+__all__ = [
+    "ChatAnswer",
+    "ChatRequest",
+    "Continued",
+    "GenerationPrompt",
+    "Messages",
+    "TemplateVariables",
+    "Verbosity",
+    "checked_variables",
+]
 
 
 class ChatAnswer(OpenAIAnswer):
@@ -159,7 +169,9 @@ LEAST_CHAT_TOKENS: Final = 256
 """Lower bound of the default for an answer's maximum length in tokens, even if prompt and answer then exceed a
 sequence's share of the cache. The default is lower only if fewer tokens fit into context and cache."""
 
-_RESERVED: Final = frozenset({"messages", "tools", "add_generation_prompt", "chat_template"})
+_RESERVED: Final = frozenset({
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
+})  # fmt: skip
 """Template variables that clients can't set."""
 
 _PART: Final = {
@@ -180,6 +192,12 @@ Messages: TypeAlias = Annotated[Any, Meta(extra_json_schema={"type": "array", "m
 TemplateVariables: TypeAlias = Annotated[
     dict[str, Any] | None, Meta(description="Further variables of the model's chat template")
 ]
+GenerationPrompt: TypeAlias = Annotated[
+    bool | None, Meta(description="false: the prompt ends with the last message", extra_json_schema={"default": True})
+]
+Continued: TypeAlias = Annotated[
+    bool | None, Meta(description="The answer continues the last message, the assistant's")
+]
 Verbosity: TypeAlias = Annotated[Literal["low", "medium", "high"], Meta(description="Without effect")]
 _ONLY_TEXT: Final = {"expected": '["text"]'}
 
@@ -194,8 +212,12 @@ class ChatRequest(StreamFields, kw_only=True):
     top_logprobs: TopLogprobs | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: TemplateVariables = None
+    add_generation_prompt: GenerationPrompt = None
+    continue_final_message: Continued = None
     parallel_tool_calls: Annotated[bool | None, Meta(description="false: at most one call in an answer")] = None
-    metadata: Annotated[dict[str, str] | None, Meta(description="Labels, without effect")] = None
+    metadata: Annotated[
+        dict[str, str | None] | None, Meta(description="Labels, without effect", extra_json_schema=ONLY_TEXTS)
+    ] = None
     modalities: Annotated[list[Literal["text"]], Meta(min_length=1, max_length=1, extra=_ONLY_TEXT)] | None = None
     prompt_cache_key: Annotated[str | None, Meta(description="Without effect")] = None
     safety_identifier: Annotated[str | None, Meta(description="A label, without effect")] = None
@@ -207,7 +229,7 @@ class ChatRequest(StreamFields, kw_only=True):
     moderation: None = None
     prediction: None = None
     prompt_cache_options: None = None
-    prompt_cache_retention: None = None
+    prompt_cache_retention: Annotated[str | None, Meta(description="Without effect")] = None
     reasoning_effort: Effort | None = None
     tool_choice: Annotated[Any, Meta(extra_json_schema=CHOICE_SCHEMA)] = None
     tools: Annotated[Any, Meta(extra_json_schema=TOOLS_SCHEMA)] = None
@@ -233,12 +255,15 @@ class ChatRequest(StreamFields, kw_only=True):
             raise at("store", None, "this server keeps no answers; expected false, got true")
         sampling = self.sampling(limits, text.sampling, logprobs=self._logprobs())
         end = self.text_end(limits)
-        grammar = checked_grammar(self.response_format, self.structured_outputs, limits)
+        grammar = checked_grammar(self.response_format, self.structured_outputs, limits, self.constraints)
         path, wanted = self._max_tokens()
         tools, use, grammar = self._tool_use(text, limits, grammar)
         variables, ignored = self._variables(text)
         messages = checked_messages(self.messages, limits.context_length)
-        rendered = text.chat_text(messages, variables, tools or None)
+        rendered = text.chat_text(
+            messages, variables, tools or None, add_generation_prompt=self.add_generation_prompt,
+            continues=bool(self.continue_final_message),
+        )  # fmt: skip
         reading = None
         if use is not None or text.reasoning_format is not None:
             # With a grammar the model can't write reasoning.
@@ -261,6 +286,7 @@ class ChatRequest(StreamFields, kw_only=True):
             variables, is_honoured = template_effort(self.reasoning_effort, text.template.variables)
             if not is_honoured:
                 ignored.append("reasoning_effort")
+        ignored += unknown_fields(self.tools)
         return {**variables, **(checked_variables(self.chat_template_kwargs) or {})}, tuple(ignored)
 
     def _tool_use(
@@ -291,7 +317,7 @@ class ChatRequest(StreamFields, kw_only=True):
             raise at(grammar.field, None, "this model does not support it with tools; leave one of them out")
         is_single = choice.is_single or self.parallel_tool_calls is False
         if choice.is_required or grammar is not None:
-            callable_ = [tool for tool in tools if tool["function"]["name"] in choice.names]
+            callable_ = {n: tool for n, tool in enumerate(tools) if tool["function"]["name"] in choice.names}
             content = None if choice.is_required else grammar
             special_id = text.tokenizer.texts.special_id
             grammar = call_grammar(text.tool_format, callable_, special_id, is_single=is_single, content=content)
@@ -303,7 +329,7 @@ class ChatRequest(StreamFields, kw_only=True):
         Raises:
             BadRequest: ``top_logprobs`` is set without ``logprobs``.
         """
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise at("top_logprobs", None, 'allowed only with "logprobs": true; leave it out, or set "logprobs"')
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -322,7 +348,7 @@ class ChatRequest(StreamFields, kw_only=True):
 
 
 def checked_variables(variables: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Check the request's ``chat_template_kwargs``, and return them.
+    """Check the request's ``chat_template_kwargs``, and return them without nulls, which stand for absent variables.
 
     Raises:
         BadRequest: a variable is reserved for the server.
@@ -331,4 +357,4 @@ def checked_variables(variables: dict[str, Any] | None) -> dict[str, Any] | None
         if name in _RESERVED:
             path = f"chat_template_kwargs.{name}"
             raise at(path, None, "expected a variable of the model's own chat template; leave it out")
-    return variables
+    return variables and {name: value for name, value in variables.items() if value is not None}

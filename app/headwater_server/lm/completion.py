@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from headwater.engine import EngineLimits, TopLogprobs
 from headwater_server.codecs.faults import at, shown
-from headwater_server.lm.answer_grammar import checked_grammar
+from headwater_server.lm.answer_grammar import ResponseFormat, checked_grammar
 from headwater_server.lm.openai_answer import OpenAIAnswer, shown_logprob
 from headwater_server.lm.sampling_fields import DEFAULT_TOKENS, StreamFields, checked_ids
 from headwater_server.lm.text.detokenizer import offsets_in
@@ -85,6 +85,7 @@ class CompletionRequest(StreamFields, kw_only=True):
     logprobs: TopLogprobs | None = None
     echo: Annotated[bool | None, Meta(description=_ECHO, extra_json_schema={"default": False})] = None
     best_of: Annotated[int | None, Meta(description="Only the same as `n` is supported")] = None
+    response_format: ResponseFormat | None = None
     suffix: Annotated[str, Meta(max_length=0, extra=_NO_SUFFIX)] | None = None
 
     def answer_form(self, plan: TextPlan, texts: TokenTexts) -> CompletionAnswer:
@@ -111,7 +112,7 @@ class CompletionRequest(StreamFields, kw_only=True):
             raise at("logprobs", None, "this model has no log probabilities of prompts; leave out logprobs or echo")
         sampling = self.sampling(limits, text.sampling, logprobs=self.logprobs)
         end = self.text_end(limits)
-        grammar = checked_grammar(None, self.structured_outputs, limits)
+        grammar = checked_grammar(self.response_format, self.structured_outputs, limits, self.constraints)
         entries = self._entries()
         if len(entries) * n > _MAX_SEQUENCES:
             raise at("n", None, f"expected at most {_MAX_SEQUENCES} answers in all, got {len(entries)} prompts x {n}")

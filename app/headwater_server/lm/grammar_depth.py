@@ -14,7 +14,7 @@ from urllib.parse import unquote
 from headwater.engine import GrammarKind
 from headwater_server.codecs.faults import at
 
-__all__ = ["MOST_DEPTH", "check_depth", "check_schema_depth"]
+__all__ = ["MOST_DEPTH", "check_depth", "check_schema_depth", "reference_target"]
 
 MOST_DEPTH: Final = 256
 """Maximum nesting depth: of objects, arrays and references of a schema, or of parentheses and rules of a grammar."""
@@ -135,13 +135,13 @@ def _parts(schema: object, part: dict[str, Any] | list[Any]) -> Iterator[Any]:
     """The direct children of a part of a schema, and the target of its reference."""
     if isinstance(part, dict):
         if isinstance(reference := part.get("$ref"), str):
-            yield _target(schema, reference)
+            yield reference_target(schema, reference)
         yield from part.values()
     else:
         yield from part
 
 
-def _target(schema: object, reference: str) -> object:
+def reference_target(schema: object, reference: str) -> object:
     """The target of a reference within the schema. Returns the reference itself if it leads elsewhere."""
     if not reference.startswith("#"):
         return reference

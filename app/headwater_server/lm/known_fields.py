@@ -12,7 +12,7 @@ from headwater_server.codecs.faults import at, check_keys, check_size, key_text,
 from headwater_server.codecs.wording import PARSE_ERRORS, structs_of
 from headwater_server.errors import BadRequest
 
-__all__ = ["MAX_IGNORED", "check_ignorable", "read_known"]
+__all__ = ["MAX_IGNORED", "check_ignorable", "is_absent", "read_known"]
 
 MAX_IGNORED: Final = 100
 """Most unknown fields of a request."""
@@ -31,17 +31,14 @@ _REFUSED: Final = {
         ("messages", "prompt", "prompt_embeds", "input", "instructions", "system", "documents"),
         "it is content of another route's requests",
     ),
-    **dict.fromkeys(
-        (
-            "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema", "regex", "grammar",
-            "structural_tag", "ebnf",
-        ),
-        "it would constrain the answer; send it as `structured_outputs`",
-    ),
+    "guided_whitespace_pattern": "it would constrain the answer",
+    "response_format": "it would constrain the answer; send it as `text.format`",
 }  # fmt: skip
 """Fields that are never left out, because the answer would be another: each with the reason."""
 _STRICT: Final = frozenset({"structured_outputs"})
 """Fields within which each unknown field is refused: it would constrain the answer."""
+_SHORT: Final = len("false")
+"""Length of the longest JSON of an empty value without white space."""
 _ELSEWHERE: Final = frozenset({"best_of", "mode", "speed", "seeds", "top_a", "top_n", "users"})
 """Fields of other servers with names that are close to fields of ours."""
 _Request = TypeVar("_Request")
@@ -49,7 +46,7 @@ _Request = TypeVar("_Request")
 
 def read_known(raw: bytes, kind: type[_Request]) -> tuple[_Request, tuple[str, ...]]:
     """Decode a request's body without its unknown fields. Returns the request, and the paths of these fields. An
-    unknown field that is null is left out without a word.
+    unknown field that is null is left out without a word; see `is_absent`.
 
     Args:
         raw: the body.
@@ -96,7 +93,7 @@ def _known(text: bytes, structs: list[inspect.StructType], path: str, ignored: l
         field = known.get(name)
         if field is None:
             is_changed = True
-            if raw != b"null":
+            if not is_absent(name, msgspec.json.decode(raw) if len(raw) <= _SHORT else raw):
                 check_ignorable(name, f"{path}{key_text(name)}", known)
                 ignored.append(f"{path}{key_text(name)}")
                 if len(ignored) > MAX_IGNORED:
@@ -108,6 +105,17 @@ def _known(text: bytes, structs: list[inspect.StructType], path: str, ignored: l
     if not is_changed:
         return text
     return b"{%b}" % b",".join(b"%b:%b" % (msgspec.json.encode(name), value) for name, value in kept.items())
+
+
+def is_absent(name: str, value: object) -> bool:
+    """Whether an unknown field may be left out without a word: null, or an empty value of a field that would be refused
+    with another value.
+
+    Args:
+        name: its name.
+        value: its value, decoded; a long value may be JSON.
+    """
+    return value is None or (name in _REFUSED and value in (False, "", []) and isinstance(value, bool | str | list))
 
 
 def check_ignorable(name: str, path: str, known: Iterable[str]) -> None:

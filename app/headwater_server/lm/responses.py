@@ -23,7 +23,7 @@ from headwater_server.lm.chat import ChatRequest, TemplateVariables, Verbosity
 from headwater_server.lm.reasoning_effort import Effort
 from headwater_server.lm.response_tools import chat_tool, flat_name, offered_tools
 from headwater_server.lm.responses_answer import ResponsesAnswer
-from headwater_server.lm.sampling_fields import StreamFields
+from headwater_server.lm.sampling_fields import ONLY_TEXTS, StreamFields
 from headwater_server.lm.sequence import SequenceSpec
 from headwater_server.lm.text_plan import TextPlan
 from headwater_server.lm.tools import CHOICE_SCHEMA, TOOLS_SCHEMA
@@ -88,6 +88,7 @@ def _flat(schema: dict[str, Any]) -> dict[str, Any]:
 _TOOLS: Final = {**TOOLS_SCHEMA, "items": _flat(TOOLS_SCHEMA["items"])}
 _CHOICE: Final = {"anyOf": [CHOICE_SCHEMA["anyOf"][0], _flat(CHOICE_SCHEMA["anyOf"][1])]}
 Summary: TypeAlias = Annotated[Literal["auto", "concise", "detailed"], Meta(description="Without effect")]
+_NO_CONTEXT: Final = {"expected": "an empty array, since this server cuts no conversation"}
 _Label: TypeAlias = Annotated[str, Meta(max_length=_MAX_LABEL, description="A label, without effect")]
 
 
@@ -146,25 +147,27 @@ class ResponsesRequest(StreamFields, kw_only=True):
     tools: Annotated[Any, Meta(extra_json_schema=_TOOLS)] = None
     tool_choice: Annotated[Any, Meta(extra_json_schema=_CHOICE)] = None
     parallel_tool_calls: Annotated[bool | None, Meta(description="false: at most one call in an answer")] = None
-    metadata: Annotated[dict[str, str] | None, Meta(description="Labels", extra_json_schema=_LABELS)] = None
+    metadata: Annotated[dict[str, str | None] | None, Meta(description="Labels", extra_json_schema=_LABELS)] = None
     user: _Label | None = None
     safety_identifier: _Label | None = None
     prompt_cache_key: _Label | None = None
     service_tier: Literal["auto", "default"] | None = None
     chat_template_kwargs: TemplateVariables = None
     access_programs: None = None
-    context_management: None = None
+    context_management: Annotated[list[Any], Meta(max_length=0, extra=_NO_CONTEXT)] | None = None
     conversation: None = None
     image: None = None
     max_tokens: None = None
-    max_tool_calls: None = None
+    max_tool_calls: Annotated[int | None, Meta(description="Without effect: it is for OpenAI's own tools")] = None
     moderation: None = None
-    n: None = None
+    n: Literal[1] | None = None
     prompt: None = None
     prompt_cache_options: None = None
-    prompt_cache_retention: None = None
+    prompt_cache_retention: Annotated[str | None, Meta(description="Without effect")] = None
     reasoning: _Reasoning | None = None
-    client_metadata: Annotated[dict[str, str] | None, Meta(description="Labels, without effect")] = None
+    client_metadata: Annotated[
+        dict[str, str | None] | None, Meta(description="Labels, without effect", extra_json_schema=ONLY_TEXTS)
+    ] = None
 
     @property
     def _effort(self) -> Effort | None:
@@ -212,7 +215,7 @@ class ResponsesRequest(StreamFields, kw_only=True):
         if has_logprobs and plan.reading is not None:
             expected = "this model does not support log probabilities of an answer that may reason or call tools"
             raise at("include", None, f'{expected}; leave one of them out, or set "tool_choice": "none"')
-        ignored = [*offered.ignored, *(_NAMES[name] for name in plan.ignored)]
+        ignored = [*offered.ignored, *(_own_path(path, names) for path in plan.ignored)]
         if self.reasoning is not None and (self.reasoning.summary or self.reasoning.generate_summary):
             ignored.append("reasoning.summary")
         if self.truncation == "auto":
@@ -227,8 +230,8 @@ class ResponsesRequest(StreamFields, kw_only=True):
             "background": False,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
-            "max_tool_calls": None,
-            "metadata": self.metadata or {},
+            "max_tool_calls": self.max_tool_calls,
+            "metadata": {name: label for name, label in (self.metadata or {}).items() if label is not None},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": None,
             "prompt_cache_key": self.prompt_cache_key,
@@ -263,7 +266,7 @@ class ResponsesRequest(StreamFields, kw_only=True):
             path = f"metadata.{key_text(key)}"
             if len(key) > _MAX_KEY:
                 raise at(path, None, f"expected a key of at most {_MAX_KEY} characters, got {len(key)}")
-            if len(value) > _MAX_LABEL:
+            if value is not None and len(value) > _MAX_LABEL:
                 raise at(path, None, f"expected at most {_MAX_LABEL} characters, got {len(value)}")
 
     def _conversation(self) -> tuple[list[Any], dict[str, str]]:
@@ -420,8 +423,11 @@ def _renamed(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
         error: the error of the chat request.
         names: map from path prefixes of the chat request to paths of the responses request.
     """
-    path = error.field or ""
+    return error.moved(_own_path(error.field or "", names))
+
+
+def _own_path(path: str, names: Mapping[str, str]) -> str:
+    """The path in the responses request of a field of the chat request."""
     outer = [name for name in names if path == name or path.startswith((f"{name}.", f"{name}["))]
     longest = max(outer, key=len, default="")
-    field = names.get(longest, "") + path[len(longest) :]
-    return error.moved(field)
+    return names.get(longest, "") + path[len(longest) :]

@@ -4,17 +4,26 @@ For a model that vLLM serves, only the generate extension uses them."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from headwater.engine import SAMPLING_FIELDS, EngineLimits, Penalty, RepetitionPenalty, Sampling, Seed, Share
 from headwater_server.codecs.faults import at, key_text, read_json, shown
-from headwater_server.lm.answer_grammar import StructuredOutputs
+from headwater_server.lm.answer_grammar import CONSTRAINTS, SchemaOrText, StructuredOutputs
 from headwater_server.lm.text.stop_strings import StopString, StopStrings
 
-__all__ = ["DEFAULT_TOKENS", "Flag", "SamplingFields", "StreamFields", "StreamOptions", "TextEnd", "checked_ids"]
+__all__ = [
+    "DEFAULT_TOKENS",
+    "ONLY_TEXTS",
+    "Flag",
+    "SamplingFields",
+    "StreamFields",
+    "StreamOptions",
+    "TextEnd",
+    "checked_ids",
+]
 
 DEFAULT_TOKENS: Final = 16
 """The default maximum length in tokens of a completion or a generated text, as in OpenAI's completions API."""
@@ -32,6 +41,8 @@ LogitBias: TypeAlias = Annotated[dict[str, _Bias], Meta(description="By token id
 _SECONDS: Final = {"expected": f"seconds, above 0 and up to {_MAX_SECONDS}"}
 _LIMIT: Final = "How long the request may take in all"
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=_MAX_SECONDS, description=_LIMIT, extra=_SECONDS)]
+ONLY_TEXTS: Final = {"additionalProperties": {"type": "string"}}
+"""Used in the OpenAPI schema only: a label that is null is as good as no label."""
 Flag: TypeAlias = Annotated[bool, Meta(extra_json_schema={"default": False})]
 
 
@@ -142,6 +153,21 @@ class StreamFields(SamplingFields, kw_only=True):
     stream_options: StreamOptions | None = None
     user: Annotated[str, Meta(description="A label, without effect")] | None = None
     timeout_s: Seconds | None = None
+    guided_json: SchemaOrText = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    guided_grammar: str | None = None
+    json_schema: SchemaOrText = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
+
+    @property
+    def constraints(self) -> dict[str, Any]:
+        """The fields of `CONSTRAINTS` that are set. An empty grammar is llama.cpp's default: no grammar."""
+        fields = {name: getattr(self, name) for name in CONSTRAINTS}
+        return {name: value for name, value in fields.items() if value is not None and (name, value) != ("grammar", "")}
 
     @property
     def includes_usage(self) -> bool:
@@ -159,7 +185,8 @@ class StreamFields(SamplingFields, kw_only=True):
         Raises:
             BadRequest: an option is not supported, or is set in a request that doesn't ask for a stream.
         """
-        if self.stream_options is not None and not self.stream:
+        asks = self.includes_usage or self.counts_usage
+        if asks and not self.stream:
             raise at("stream_options", None, 'expected it with "stream": true only; leave it out, or stream')
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise at(

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from headwater.engine import EngineLimits
 from headwater_server.codecs.faults import at, read_json
-from headwater_server.lm.chat import Messages, TemplateVariables, checked_variables
+from headwater_server.lm.chat import Continued, GenerationPrompt, Messages, TemplateVariables, checked_variables
 from headwater_server.lm.sampling_fields import Flag, checked_ids
 from headwater_server.lm.text.chat_messages import checked_messages
 from headwater_server.lm.text_plan import bounded_ids, check_size
@@ -51,10 +51,10 @@ class TokenizeRequest(_ModelFields, kw_only=True):
         Annotated[bool, Meta(description="Default: true for a prompt, false for messages, since the template has them")]
         | None
     ) = None
-    add_generation_prompt: Annotated[bool, Meta(extra_json_schema={"default": True})] | None = None
+    add_generation_prompt: GenerationPrompt = None
     return_token_strs: Flag | None = None
     chat_template_kwargs: TemplateVariables = None
-    continue_final_message: Annotated[bool | None, Meta(description="Only false is supported")] = None
+    continue_final_message: Continued = None
     chat_template: None = None
     mm_processor_kwargs: None = None
     tools: Annotated[Any, Meta(extra_json_schema=TOOLS_SCHEMA)] = None
@@ -68,18 +68,20 @@ class TokenizeRequest(_ModelFields, kw_only=True):
         if (self.prompt is None) == (self.messages is None):
             got = "neither" if self.prompt is None else "both"
             raise at("prompt", None, f"expected either prompt or messages, got {got}")
-        if self.continue_final_message:
-            raise at("continue_final_message", None, "this model does not support it; expected false, got true")
+        if self.continue_final_message and self.messages is None:
+            raise at("continue_final_message", None, "expected it with messages only; leave it out")
         tools = checked_tools(self.tools)
         if tools and self.messages is None:
             raise at("tools", None, "expected them with messages only; leave them out")
         field, rendered, has_special = "prompt", self.prompt or "", True
         if self.messages is not None:
             messages = checked_messages(self.messages, limits.context_length)
-            prompts = self.add_generation_prompt is not False
             variables = checked_variables(self.chat_template_kwargs)
             field, has_special = "messages", False
-            rendered = text.chat_text(messages, variables, tools or None, add_generation_prompt=prompts)
+            rendered = text.chat_text(
+                messages, variables, tools or None, add_generation_prompt=self.add_generation_prompt,
+                continues=bool(self.continue_final_message),
+            )  # fmt: skip
         check_size(field, rendered, limits)
         add_special = has_special if self.add_special_tokens is None else self.add_special_tokens
         max_tokens = max(limits.context_length, MAX_TOKENS)

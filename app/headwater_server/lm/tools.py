@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from headwater_server.codecs.faults import at, key_text, shown
 from headwater_server.errors import BadRequest
+from headwater_server.lm.known_fields import MAX_IGNORED, check_ignorable
 
 __all__ = [
     "CHOICE_SCHEMA",
@@ -18,11 +20,12 @@ __all__ = [
     "ToolChoice",
     "checked_choice",
     "checked_tools",
+    "unknown_fields",
 ]
 
-MAX_TOOLS: Final = 128
-"""Maximum number of tools, as in OpenAI's API."""
-MAX_BYTES: Final = 256 << 10
+MAX_TOOLS: Final = 1024
+"""Maximum number of tools. OpenAI's API has 128, but agents with many MCP servers send more."""
+MAX_BYTES: Final = 1 << 20
 """Maximum size of all tools as JSON, which become part of the prompt."""
 MAX_DEPTH: Final = 64
 """Maximum nesting depth of objects and arrays in ``tools``, with the array of tools as the first level."""
@@ -30,8 +33,14 @@ MAX_DEPTH: Final = 64
 NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 """Default for a function that declares no parameters: an object without properties, as in OpenAI's API."""
 
-_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_FIELDS: Final = frozenset({"name", "description", "parameters", "strict"})
+_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,128}")
+_FIELDS: Final = ("name", "description", "parameters", "strict")
+_TOOL_FIELDS: Final = ("type", "function")
+_MISPLACED: Final = {
+    **dict.fromkeys(("input_schema", "inputSchema"), "expected the schema as `parameters`, as in OpenAI's API"),
+    "function": "expected its fields (name, description, parameters, strict) in its place",
+}
+"""Fields of other protocols that can't be left out, because the function would lose its name or parameters."""
 
 _FUNCTION: Final = {
     "type": "object",
@@ -83,7 +92,7 @@ class ToolChoice(NamedTuple):
 
 def checked_tools(tools: object) -> list[dict[str, Any]]:
     """Check the tools, and convert them into the form that chat templates expect: each with ``parameters``, and without
-    ``strict``. Returns an empty list for None.
+    ``strict`` and unknown fields. Returns an empty list for None.
 
     Raises:
         BadRequest: a tool is wrong, or the tools are too many, too large or nested too deeply; the error names the
@@ -148,7 +157,7 @@ def _function(tool: object, path: str) -> dict[str, Any]:
         raise _wrong(path, "an object of the type 'function'", tool)
     if tool.get("type") != "function":
         raise _wrong(f"{path}.type", "'function', the only type of tool this model takes", tool.get("type"))
-    _check_fields(tool, {"type", "function"}, path)
+    _check_fields(tool, _TOOL_FIELDS, path)
     path = f"{path}.function"
     function = tool.get("function")
     if not isinstance(function, dict):
@@ -156,7 +165,7 @@ def _function(tool: object, path: str) -> dict[str, Any]:
     _check_fields(function, _FIELDS, path)
     name = function.get("name")
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
-        raise _wrong(f"{path}.name", "1 to 64 letters, digits, _ and -", name)
+        raise _wrong(f"{path}.name", "1 to 128 letters, digits, _ and -", name)
     description = function.get("description")
     if description is not None and not isinstance(description, str):
         raise _wrong(f"{path}.description", "a string", description)
@@ -167,17 +176,46 @@ def _function(tool: object, path: str) -> dict[str, Any]:
         parameters = NO_PARAMETERS
     elif not isinstance(parameters, dict):
         raise _wrong(f"{path}.parameters", "a JSON schema of an object", parameters)
-    elif parameters.get("type", "object") != "object":
+    elif parameters.get("type") not in (None, "object"):
         raise _wrong(f"{path}.parameters.type", "'object'", parameters["type"])
     rest = {} if description is None else {"description": description}
     return {"name": name, **rest, "parameters": parameters}
 
 
-def _check_fields(value: dict[str, Any], fields: set[str] | frozenset[str], path: str) -> None:
+def _check_fields(value: dict[str, Any], fields: Sequence[str], path: str) -> None:
+    """Check that a tool's unknown fields may be left out.
+
+    Raises:
+        BadRequest: a field may be misspelt, or is another protocol's name of a field.
+    """
     for field in value:
-        if field not in fields:
-            listed = ", ".join(sorted(fields))
-            raise at(f"{path}.{key_text(field)}", None, f"expected one of the fields {listed}; leave it out")
+        if field not in fields and value[field] is not None:
+            if field in _MISPLACED:
+                raise at(f"{path}.{field}", None, _MISPLACED[field])
+            check_ignorable(field, f"{path}.{key_text(field)}", fields)
+
+
+def unknown_fields(tools: object) -> list[str]:
+    """The paths of the tools' fields that have no effect here, each field only for the first tool that has it.
+
+    Args:
+        tools: the request's ``tools``; need not be valid.
+    """
+    first: dict[str, str] = {}
+    for n, tool in enumerate(tools if isinstance(tools, list) else ()):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            continue
+        function = tool.get("function")
+        is_flat = "function" not in tool  # as in responses
+        for value, fields, path in (
+            (tool, (*_TOOL_FIELDS, *(_FIELDS * is_flat)), ""),
+            (function, _FIELDS, ".function"),
+        ):
+            if isinstance(value, dict):
+                for field in value.keys() - {*fields}:
+                    if value[field] is not None and len(first) <= MAX_IGNORED:
+                        first.setdefault(f"{path}.{key_text(field)}", f"tools[{n}]{path}.{key_text(field)}")
+    return sorted(first.values())
 
 
 def _is_shallow(value: list[Any]) -> bool:

@@ -16,7 +16,8 @@ import msgspec
 from headwater.errors import did_you_mean
 from headwater_server.codecs.faults import at, key_text, shown
 from headwater_server.errors import BadRequest
-from headwater_server.lm.known_fields import MAX_IGNORED, check_ignorable
+from headwater_server.lm.answer_grammar import CONSTRAINTS, FORMAT_FIELDS
+from headwater_server.lm.known_fields import MAX_IGNORED, check_ignorable, is_absent
 from headwater_server.lm.text_generate import NO_DETAILS, GenerateRequest
 from headwater_server.lm.tools import NO_PARAMETERS
 from headwater_server.telemetry.catalogue import Route
@@ -40,7 +41,7 @@ _SAMPLING: Final = {
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
     "stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
     "min_tokens", "ignore_eos", "bad_words", "allowed_token_ids", "logit_bias", "structured_outputs",
-    "truncate_prompt_tokens", "max_tokens", "n", "logprobs", "response_format", "stream_options",
+    "truncate_prompt_tokens", "max_tokens", "n", "logprobs", "response_format", "stream_options", *CONSTRAINTS,
 }  # fmt: skip
 _FIELDS: Final[dict[Route, set[str]]] = {
     "chat": _SAMPLING | {
@@ -54,7 +55,7 @@ _FIELDS: Final[dict[Route, set[str]]] = {
         "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation", "structured_outputs",
         "presence_penalty", "frequency_penalty", "repetition_penalty", "include_reasoning", "max_tool_calls", "min_p",
         "seed", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "chat_template_kwargs", "skip_special_tokens",
-        "include_stop_str_in_output",
+        "include_stop_str_in_output", *CONSTRAINTS,
     },
 }  # fmt: skip
 _LABELS: Final = {
@@ -176,9 +177,10 @@ def read_request(route: Route, body: dict[str, Any], *, refuses_unknown: bool = 
             ignored += [name] if value not in (None, "medium") else []
         elif name not in _LABELS and refuses_unknown:
             raise at(key_text(name), None, f"unknown field{did_you_mean(name, allowed)}")
-        elif name not in _LABELS and value is not None:
+        elif name not in _LABELS and not is_absent(name, value):
             check_ignorable(name, key_text(name), fields_of(route))
             ignored.append(key_text(name))
+    _set_constraint(kept)
     if isinstance(kept.get("tools"), list):
         kept["tools"] = [_with_parameters(tool) for tool in kept["tools"]]
     options = kept.pop("stream_options", {})
@@ -190,15 +192,47 @@ def read_request(route: Route, body: dict[str, Any], *, refuses_unknown: bool = 
         raise at(path, None, f"expected a data: URL, since this server fetches no URLs, got {shown(url)}")
     if not isinstance(options, dict):
         raise at("stream_options", None, f"expected an object, got {shown(options)}")
-    for name in options.keys() - _STREAM_OPTIONS:
-        raise at(f"stream_options.{key_text(name)}", None, f"unknown field{did_you_mean(name, _STREAM_OPTIONS)}")
-    if options and not streams:
+    for name in sorted(options.keys() - _STREAM_OPTIONS):
+        path = f"stream_options.{key_text(name)}"
+        if refuses_unknown:
+            raise at(path, None, f"unknown field{did_you_mean(name, _STREAM_OPTIONS)}")
+        if options[name] is not None:
+            check_ignorable(name, path, _STREAM_OPTIONS)
+            ignored.append(path)
+    if any(options.get(name) for name in ("include_usage", "continuous_usage_stats")) and not streams:
         raise at("stream_options", None, "allowed only with stream: true; leave it out")
     includes = _flag("stream_options.include_usage", options.get("include_usage"))
     counts = _flag("stream_options.continuous_usage_stats", options.get("continuous_usage_stats"))
     if _flag("stream_options.include_obfuscation", options.get("include_obfuscation")):
         raise at("stream_options.include_obfuscation", None, "expected false, since streams aren't padded, got true")
     return VllmRequest(route, kept, streams, includes, counts, timeout_s, tuple(ignored[:MAX_IGNORED]))
+
+
+def _set_constraint(fields: dict[str, Any]) -> None:
+    """Replace other servers' fields that constrain the answer by vLLM's ``structured_outputs``, in place.
+
+    Raises:
+        BadRequest: more than one field constrains the answer.
+    """
+    others = {name: fields.pop(name) for name in CONSTRAINTS if name in fields}
+    constraints = {CONSTRAINTS[name]: value for name, value in others.items() if (name, value) != ("grammar", "")}
+    names = [name for name, value in others.items() if (name, value) != ("grammar", "")]
+    form = fields.get("response_format")
+    if isinstance(form, dict) and form.get("type") not in (None, "text"):
+        names.insert(0, "response_format")
+        kinds = FORMAT_FIELDS.get(str(form["type"]), {})
+        own = {kinds[name]: value for name, value in form.items() if value is not None and kinds.get(name)}
+        if own:
+            constraints |= own
+            del fields["response_format"]
+    if fields.get("structured_outputs"):
+        names.insert(0, "structured_outputs")
+    if len(names) > 1:
+        raise at(names[1], None, f"expected it without {names[0]}; leave one of them out")
+    if isinstance(tag := constraints.get("structural_tag"), dict):
+        constraints["structural_tag"] = msgspec.json.encode(tag).decode()
+    if constraints:
+        fields["structured_outputs"] = constraints
 
 
 def from_generate(model: str, request: GenerateRequest, *, streams: bool) -> VllmRequest:

@@ -149,12 +149,12 @@ TOO_MANY: list[Any] = [
     ),
     (
         {"response_format": schema_format(properties(501))},
-        "response_format.json_schema",
+        "response_format.json_schema.schema",
         "expected objects with at most 500 optional",
     ),
     (
         {"structured_outputs": {"json": json.dumps({"items": properties(501)})}},
-        "structured_outputs.json",
+        "structured_outputs.json.items",
         "got 501; require more of them",
     ),
     (
@@ -162,7 +162,7 @@ TOO_MANY: list[Any] = [
             "tools": [{"type": "function", "function": {"name": "f", "parameters": properties(501)}}],
             "tool_choice": "required",
         },
-        "tools",
+        "tools[0].function.parameters",
         "at most 500 optional properties, got 501",
     ),
 ]
@@ -194,11 +194,11 @@ def test_what_can_not_be_followed_to_its_end_is_refused_before_the_answer(
             f"expected at most {MAX_GRAMMAR} characters, got {MAX_GRAMMAR + 8}; shorten it",
         ),
         ({"response_format": schema_format([])}, "response_format.json_schema.schema", "expected an object, got an"),
-        ({"response_format": {"type": "xml"}}, "response_format.type", "expected 'json_object' or "),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "expected 'grammar' or 'json' or 'json_object'"),
         ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "expected a regular expression that"),
         ({"structured_outputs": {}}, "structured_outputs", "expected one of json, regex, choice, grammar, json_object"),
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs", "got regex and json"),
-        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag", "expected one of the"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag", "expected JSON, got"),
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
             "structured_outputs",

@@ -77,6 +77,29 @@ def test_calls_and_their_results_go_back_into_the_template() -> None:
     assert '"arguments": {}' in prompt(messages=messages)
 
 
+def test_fields_of_other_servers_are_left_out_of_the_prompt_and_named_once_each() -> None:
+    extra = {"cache_control": {"type": "ephemeral"}, "input_examples": [{}], "defer_loading": None}
+    tools = [{**CLOCK, "x": 1}, *({"type": "function", "function": {**TOOLS[0]["function"], **extra}},)]
+    assert planned(tools=tools).ignored == (
+        "tools[0].x", "tools[1].function.cache_control", "tools[1].function.input_examples"
+    )  # fmt: skip
+    said = prompt(tools=tools)
+    assert said == prompt(tools=[CLOCK, TOOLS[0]])
+    assert "cache_control" not in said
+
+
+def test_many_tools_are_taken() -> None:
+    tools = [{"type": "function", "function": {"name": f"mcp__server__{n:0112}"}} for n in range(1024)]
+    roomy = msgspec.structs.replace(LIMITS, context_length=1_000_000, cache_tokens=4_000_000)
+    body = {"model": "m", "messages": HELLO, "tools": tools}
+    assert len(ChatRequest.read(json.dumps(body).encode()).plan(tool_text("hermes"), roomy).specs) == 1
+
+
+def test_null_is_absence_within_tools_and_schemas() -> None:
+    tool = {"name": "clock", "description": None, "parameters": {"type": None, "properties": {}}, "strict": None}
+    planned(tools=[{"type": "function", "function": tool, "x": None}])
+
+
 DEEP: Any = {}
 for _ in range(70):
     DEEP = {"properties": DEEP}
@@ -98,17 +121,22 @@ def message(**call: Any) -> list[dict[str, Any]]:
         ({"tools": [1]}, "tools[0]: expected an object of the type 'function', got 1"),
         ({"tools": [CLOCK, {"type": "custom"}]}, "tools[1].type: expected 'function', the only type of tool this"),
         ({"tools": [{"type": "function"}]}, "tools[0].function: expected an object with the function's 'name', got "),
-        ({"tools": [{**CLOCK, "x": 1}]}, "tools[0].x: expected one of the fields function, type; leave it out"),
-        ({"tools": function(name="a b")}, "tools[0].function.name: expected 1 to 64 letters, digits, _ and -, got 'a"),
-        ({"tools": function(name="x" * 65)}, "tools[0].function.name: "),
+        ({"tools": [{**CLOCK, "functon": 1}]}, "tools[0].functon: expected one of this request's fields, got 'func"),
+        ({"tools": function(parameter={})}, "tools[0].function.parameter: expected one of this request's fields, got"),
+        ({"tools": function(input_schema={})}, "tools[0].function.input_schema: expected the schema as `parameters`"),
+        ({"tools": function(name="a b")}, "tools[0].function.name: expected 1 to 128 letters, digits, _ and -, got "),
+        ({"tools": function(name="x" * 129)}, "tools[0].function.name: expected 1 to 128 letters"),
+        ({"tools": function(name="x" * 300)}, "tools[0].function.name: expected 1 to 128 letters"),
+        ({"tools": function(name="files.read")}, "tools[0].function.name: expected 1 to 128 letters"),
+        ({"tools": function(name="🙂")}, "tools[0].function.name: expected 1 to 128 letters"),
+        ({"tools": function(name="")}, "tools[0].function.name: expected 1 to 128 letters"),
         ({"tools": function(description=1)}, "tools[0].function.description: expected a string, got 1"),
         ({"tools": function(strict="yes")}, "tools[0].function.strict: expected true or false, got 'yes'"),
         ({"tools": function(parameters=[])}, "tools[0].function.parameters: expected a JSON schema of an object, got"),
         ({"tools": function(parameters={"type": "array"})}, "tools[0].function.parameters.type: expected 'object', "),
-        ({"tools": function(returns={})}, "tools[0].function.returns: expected one of the fields description, name, "),
         ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name: expected each function once, got 'clock' again"),
-        ({"tools": function() * 129}, "tools: expected at most 128, got 129"),
-        ({"tools": function(description="x" * 300_000)}, "tools: expected at most 262144 bytes as JSON, got 300"),
+        ({"tools": function() * 5000}, "tools: expected at most 1024, got 5000"),
+        ({"tools": function(description="x" * 1_100_000)}, "tools: expected at most 1048576 bytes as JSON, got 1100"),
         ({"tools": function(parameters=DEEP)}, "tools: expected at most 64 objects and arrays within each other"),
         ({"tool_choice": "any"}, "tool_choice: expected 'none', 'auto', 'required' or an object that names a function"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type: expected 'function', got 'allowed_tools'"),

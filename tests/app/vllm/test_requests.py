@@ -61,7 +61,7 @@ def test_an_unknown_field_is_left_out_unless_the_answer_would_be_another() -> No
     assert request.ignored == ("kv_transfer_params", "verbosity", "priority")
     assert request.body == read_request("chat", BODIES["chat"]).body
     assert "did you mean `temperature`?" in fault("chat", temprature=1).message
-    for name in ("chat_template", "prompt_embeds", "input", "guided_json", "thread"):
+    for name in ("chat_template", "prompt_embeds", "input", "guided_whitespace_pattern", "thread"):
         assert fault("chat", **{name: "x"}).message.startswith(f"{name}: not supported here: ")
 
 
@@ -139,6 +139,63 @@ def test_what_is_not_offered_is_refused(route: Route, fields: dict[str, Any], wo
 def test_options_of_streams_are_checked(options: dict[str, Any], field: str) -> None:
     error = fault("chat", stream=True, stream_options=options)
     assert error.field == f"stream_options.{field}"
+
+
+SCHEMA = {"type": "object"}
+TAG = {"structures": [{"begin": "<a>", "end": "</a>"}], "triggers": ["<a"]}
+
+
+@pytest.mark.parametrize("route", list(BODIES))
+@pytest.mark.parametrize(
+    ("fields", "outputs"),
+    [
+        ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+        ({"json_schema": "{}"}, {"json": "{}"}),
+        ({"guided_regex": "a"}, {"regex": "a"}),
+        ({"regex": "a"}, {"regex": "a"}),
+        ({"guided_choice": ["a"]}, {"choice": ["a"]}),
+        ({"guided_grammar": "g"}, {"grammar": "g"}),
+        ({"ebnf": "g", "guided_json": None}, {"grammar": "g"}),
+        ({"grammar": "g"}, {"grammar": "g"}),
+        ({"structural_tag": TAG}, {"structural_tag": orjson.dumps(TAG).decode()}),
+    ],
+)
+def test_constraints_of_other_servers_are_sent_as_structured_outputs(
+    route: Route, fields: dict[str, Any], outputs: dict[str, Any]
+) -> None:
+    body = sent(route, **fields)
+    assert body["structured_outputs"] == outputs
+    assert not set(body) & set(fields)
+
+
+@pytest.mark.parametrize(
+    ("form", "outputs"),
+    [
+        ({"type": "json_object", "schema": SCHEMA}, {"json": SCHEMA}),
+        ({"type": "json", "value": SCHEMA}, {"json": SCHEMA}),
+        ({"type": "regex", "pattern": "a"}, {"regex": "a"}),
+        ({"type": "grammar", "grammar": "g"}, {"grammar": "g"}),
+    ],
+)
+def test_formats_that_vllm_does_not_have_are_structured_outputs(form: dict[str, Any], outputs: dict[str, Any]) -> None:
+    for route in ("chat", "completions"):
+        body = sent(route, response_format=form)  # type: ignore[arg-type]
+        assert (body.get("response_format"), body["structured_outputs"]) == (None, outputs)
+    for own in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}):
+        assert sent("chat", response_format=own, grammar="") == {"stream": False, "response_format": own}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"guided_json": {}, "json_schema": {}}, "json_schema: expected it without guided_json; leave one of them out"),
+        ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex: expected it without response_format"),
+        ({"structured_outputs": {"regex": "a"}, "ebnf": "a"}, "ebnf: expected it without structured_outputs; leave"),
+        ({"guided_whitespace_pattern": "a"}, "guided_whitespace_pattern: not supported here"),
+    ],
+)
+def test_constraints_that_cannot_be_together_are_refused(fields: dict[str, Any], message: str) -> None:
+    assert fault("chat", **fields).message.startswith(message)
 
 
 def test_streams_are_always_counted_and_the_clients_wish_is_kept() -> None:

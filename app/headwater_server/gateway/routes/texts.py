@@ -12,7 +12,7 @@ from urllib.parse import unquote
 from starlette.types import ASGIApp, Receive, Scope
 
 from headwater.engine import EngineLimits
-from headwater_server.codecs.faults import shown
+from headwater_server.codecs.faults import at, shown
 from headwater_server.errors import HeadwaterError, NotFound
 from headwater_server.gateway.http.bodies import LARGE_BYTES, BodyReader, decoded
 from headwater_server.gateway.http.endpoint import BodyEndpoint, Endpoint
@@ -33,6 +33,7 @@ from headwater_server.lm.text_generate import GenerateRequest
 from headwater_server.lm.text_plan import TextPlan
 from headwater_server.lm.text_pool import TextPool
 from headwater_server.lm.text_stream import TextGeneration, TextPiece, TextStream, Usage
+from headwater_server.lm.tools import unknown_fields
 from headwater_server.security.key_check import owned_id
 from headwater_server.security.rate_limits import KeyLimits
 from headwater_server.telemetry.catalogue import Route
@@ -240,4 +241,9 @@ class OpenAITextEndpoint(BodyEndpoint):
         )  # fmt: skip
 
     def _read(self, raw: bytes) -> tuple[_OpenAIRequest, tuple[str, ...]]:
-        return (self._kind.read(raw), ()) if self._refuses_unknown else read_known(raw, self._kind)
+        if not self._refuses_unknown:
+            return read_known(raw, self._kind)
+        request = self._kind.read(raw)
+        for path in unknown_fields(getattr(request, "tools", None)):
+            raise at(path, None, "unknown field; leave it out")
+        return request, ()

@@ -8,12 +8,13 @@ result would be too long is refused before it runs (`headwater_server.lm.text.te
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import jinja2
 
-from headwater_server.codecs.faults import at
+from headwater_server.codecs.faults import at, shown
 from headwater_server.errors import BadRequest, ConfigError
 from headwater_server.lm.text.template_environment import Refused, TemplateEnvironment
 
@@ -101,6 +102,39 @@ class ChatTemplate:
             except _FAULTS as error:
                 reason = f"{type(error).__name__}: {error}"
                 raise _bad_template(f"the model's chat template can't render the conversation: {reason}") from error
+
+    def render_continued(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render a conversation up to the end of its last message's content, as transformers does with
+        ``continue_final_message=True``: a mark after the content shows where the rendered content ends.
+
+        Args and raises: see `render`; also `BadRequest` if the last message isn't the assistant's, calls tools, or its
+        content doesn't stand in the rendering as it is.
+        """
+        last = messages[-1]
+        path = f"messages[{len(messages) - 1}]"
+        expected = "with continue_final_message, which continues the last message"
+        if last["role"] != "assistant":
+            raise at(f"{path}.role", None, f"expected 'assistant' {expected}, got {shown(last['role'])}")
+        if last.get("tool_calls"):
+            raise at(f"{path}.tool_calls", None, f"expected no calls {expected}; leave them out")
+        content, mark = last["content"], secrets.token_hex(16)
+        marked = {**last, "content": f"{content}{mark} "}
+        rendered = self.render(
+            [*messages[:-1], marked], add_generation_prompt=False, tools=tools, variables=variables
+        )  # fmt: skip
+        begin, found, rest = rendered.partition(mark)
+        if not found or mark in rest or not begin.rstrip().endswith(content.strip()):
+            reason = (
+                "the model's chat template changes this content or leaves it out, so that no answer can continue it"
+            )
+            raise at(f"{path}.content", None, f"{reason}; leave out continue_final_message")
+        return begin if rest.startswith(" ") else begin.rstrip()  # a template that strips the content has no space
 
     def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Remove nulls from a message, because templates would print them, and set its reasoning under the names that

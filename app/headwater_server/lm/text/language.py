@@ -59,7 +59,8 @@ class LanguageText:
         variables: Mapping[str, Any] | None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continues: bool = False,
     ) -> str:
         """Render a conversation as text, including special tokens.
 
@@ -67,18 +68,24 @@ class LanguageText:
             messages: the result of `headwater_server.lm.text.chat_messages.checked_messages`.
             variables: further variables of the chat template, such as ``enable_thinking``.
             tools: the result of `headwater_server.lm.tools.checked_tools`; `None` if the prompt must not mention tools.
-            add_generation_prompt: whether the text ends with the beginning of the model's answer.
+            add_generation_prompt: whether the text ends with the beginning of the model's answer; None: unless
+                `continues` is set.
+            continues: whether the text ends with the content of the last message, the assistant's.
 
         Raises:
             BadRequest: the model has no chat template; or the template refuses the messages, can't render them, or
-                takes too long or writes too much.
+                takes too long or writes too much; or the last message can't be continued.
         """
         if self.template is None:
             reason = "this model has no chat template; send its prompt as text to /v1/completions"
             raise at("messages", None, reason)
-        return self.template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
-        )
+        if continues:
+            if add_generation_prompt:
+                reason = "expected false with continue_final_message, which continues the last message; leave it out"
+                raise at("add_generation_prompt", None, reason)
+            return self.template.render_continued(messages, tools=tools, variables=variables)
+        prompts = add_generation_prompt is not False
+        return self.template.render(messages, tools=tools, add_generation_prompt=prompts, variables=variables)
 
     def encode_chat(self, text: str) -> list[int]:
         """The token ids of a text from `chat_text`, which already includes the special tokens.
