@@ -23,11 +23,13 @@ from headwater_server.gateway.http.replies import Reply, error_reply, internal_e
 from headwater_server.gateway.models import Models
 from headwater_server.gateway.openapi.openapi_schema import openapi_schema
 from headwater_server.gateway.routes import classify, cohere, embeddings, pooling, rerank, tei
+from headwater_server.gateway.routes.editors import editor_routes
 from headwater_server.gateway.routes.generate import GenerateEndpoint
 from headwater_server.gateway.routes.infer import InferEndpoint
 from headwater_server.gateway.routes.invocations import InvocationsEndpoint
 from headwater_server.gateway.routes.mapped import MappedEndpoint
-from headwater_server.gateway.routes.metadata import health_routes, metadata_routes, openai_model_routes
+from headwater_server.gateway.routes.metadata import health_routes, metadata_routes
+from headwater_server.gateway.routes.model_cards import model_card_routes
 from headwater_server.gateway.routes.pages import docs_routes, page_routes
 from headwater_server.gateway.routes.texts import CancelEndpoint, OpenAITextEndpoint
 from headwater_server.gateway.routes.tokenization import TokenizationEndpoint
@@ -120,7 +122,8 @@ def create_app(
 
     gateway.include_router(health_routes(models, has_keys=keys is not None))
     gateway.include_router(metadata_routes(models, reader))
-    gateway.include_router(openai_model_routes(models))
+    gateway.include_router(model_card_routes(models))
+    gateway.include_router(editor_routes(models, reader))
     gateway.include_router(tei.info_routes(models))
     for router in routers:
         gateway.include_router(router)

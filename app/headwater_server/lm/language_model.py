@@ -138,6 +138,12 @@ class LmDispatcher(TextDispatcher):
             return outcome
         raise unavailable(self.route)
 
+    @property
+    def loaded_text(self) -> LanguageText | None:
+        """The model's tokenizer and chat template; None while they are being loaded, or if they can't be loaded."""
+        outcome = self._text.result() if self._text is not None and self._text.done() else None
+        return None if isinstance(outcome, Unavailable) else outcome
+
     def open(
         self,
         request_id: str,

@@ -185,7 +185,10 @@ async def test_openais_routes_know_what_is_ready_and_say_why_another_is_not(mode
         told = (await client.get("/v1/models")).json()
         (entry,) = told["data"]
         assert (told["object"], entry) == ("list", (await client.get("/v1/models/plain")).json())
-        assert entry == {"id": "plain", "object": "model", "created": 1_800_000_000, "owned_by": "headwater"}
+        assert entry == {
+            "id": "plain", "object": "model", "created": 1_800_000_000, "owned_by": "headwater", "root": "plain",
+            "parent": None,
+        }  # fmt: skip
         refused = await client.get("/v1/models/gone")
         error = refused.json()["error"]
         assert (refused.status_code, error["code"], "retry-after" in refused.headers) == (503, "unavailable", True)

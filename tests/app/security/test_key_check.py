@@ -126,6 +126,10 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("GET", f"{V}/ready"): (),
     ("GET", "/info"): ANY,
     ("GET", "/version"): ANY,
+    ("GET", "/api/version"): ANY,
+    ("GET", "/api/tags"): ANY,
+    ("POST", "/api/show"): ANY,
+    ("GET", "/props"): ANY,
     ("GET", "/v2"): ANY,
     ("GET", "/v2/"): ANY,
     ("GET", "/v2/models/stats"): ANY,
@@ -225,6 +229,19 @@ def test_the_page_on_security_has_the_scope_of_each_route() -> None:
             if name in (short, short.rpartition("/")[2]) or (name.endswith("/...") and short.startswith(name[:-3]))
         ]
         assert set(found) == {place} or (not found and place == "any") or short.startswith("/docs/"), (path, found)
+
+
+OPENAI = [(method, path) for method, path in TABLE if path.startswith("/v1/")]
+
+
+@pytest.mark.parametrize(("method", "path"), OPENAI, ids=lambda one: one)
+def test_further_slashes_change_no_scope(shared_gateway: Ring, method: str, path: str) -> None:
+    path = filled(path)
+    for other in (f"{path}/", path.replace("/v1/", "/v1//"), f"{path}//", path.replace("/v1/", "/v1%2F%2F")):
+        assert shared_gateway.ask(method, other).status_code == 401
+        for scope in SCOPES:
+            plain = shared_gateway.ask(method, path, bearer(scope))
+            assert shared_gateway.ask(method, other, bearer(scope)).status_code == plain.status_code, (other, scope)
 
 
 @pytest.mark.parametrize(("method", "path"), TABLE, ids=lambda one: one)

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
+from urllib.parse import quote
 
 import msgspec
 from starlette.routing import Match
@@ -50,6 +51,9 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}\Z")
 _ID_CHARACTERS: Final = 32
 
 _IDS_AT_ONCE: Final = 128
+
+_SLASHES: Final = re.compile("/+")
+MODELS_PATH: Final = "/v1/models"
 
 
 _SINGLE: Final = (b"content-type", b"content-encoding", b"inference-header-content-length", b"origin")
@@ -242,6 +246,7 @@ class Entry:
         self.routes = routes
         self._infer = next(route for route in routes if route.path == INFER_PATH)
         self._keys = keys
+        self._lenient_paths = {MODELS_PATH, *(path for route in routes if "{" not in (path := route.path))}
         self._cors = None if cors is None else cors(self._answer)
         trusted = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")
         # Uvicorn's types for ASGI are not Starlette's.
@@ -256,6 +261,7 @@ class Entry:
         if scope["type"] != "http":
             await self.framework(scope, receive, send)
             return
+        self._mend_path(scope)
         names = dict(scope["headers"])
         if b"x-forwarded-for" in names or b"x-forwarded-proto" in names:
             await self._read_forwarded(scope, receive, send)
@@ -291,6 +297,19 @@ class Entry:
                 limits.leave()
             release_body(scope)
             self.records.end(record, scope, record.status if record.is_answered else 499)
+
+    def _mend_path(self, scope: Scope) -> None:
+        """Take doubled slashes, and a slash at the end, out of the path of a route of OpenAI's API: clients join a base
+        URL that ends in a slash, or that has the whole path, to a path of their own. The scope that a key needs, the
+        route, the log and the metrics then see the route's path. Any other path stays as it is."""
+        path = scope["path"]
+        if len(path) < 2 or not (path[-1] == "/" or "//" in path):
+            return
+        mended = _SLASHES.sub("/", path[:MAX_HEADER_BYTES]).rstrip("/")
+        base, _, name = mended.rpartition("/")
+        is_openai = mended.startswith("/v1/") and mended in self._lenient_paths
+        if is_openai or (base == MODELS_PATH and name):
+            scope["path"], scope["raw_path"] = mended, quote(mended).encode()
 
     def _match(self, scope: Scope) -> EndpointRoute | None:
         """Find the endpoint's route for a request and note it in the scope. None: FastAPI answers the request."""

@@ -27,7 +27,7 @@ from headwater_server.telemetry.catalogue import REQUESTS
 from headwater_server.telemetry.ledger import Counts, counts_by_deployment, read_records
 from headwater_server.telemetry.recorder import PHASE_SECONDS, recorder
 
-__all__ = ["health_routes", "index_entry", "metadata_routes", "openai_model_routes"]
+__all__ = ["health_routes", "index_entry", "metadata_routes"]
 
 
 _READY_MODEL: Final = "Only this model; may be repeated. Default: every model that wasn't unloaded"
@@ -368,30 +368,3 @@ def _language_model_statistics(
         names = ("max_sequences", "max_waiting", "context_length", "cache_tokens")
         statistics["limits"] = {name: getattr(limits, name) for name in names if hasattr(limits, name)}
     return statistics
-
-
-def openai_model_routes(models: Models) -> APIRouter:
-    """``/v1/models`` and ``/v1/models/{model}``: the models and adapters that are ready, in OpenAI's form."""
-    router = APIRouter(tags=["openai"])
-
-    def entry(model: ServedModel) -> dict[str, Any]:
-        created = int(model.route.since_s)  # when the model became ready, the same on all workers
-        about = {"id": model.name, "object": "model", "created": created, "owned_by": "headwater"}
-        limits = None if (signature := model.route.signature) is None else signature.limits
-        if limits is not None:  # under the names that clients of vLLM, OpenRouter and Groq look for
-            about |= dict.fromkeys(("max_model_len", "context_length", "context_window"), limits.context_length)
-        return about if model.name == model.route.name else {**about, "parent": model.route.name}  # as vLLM does
-
-    @router.get("/v1/models", summary="The models that are ready")
-    async def list_models() -> JSONResponse:
-        named = (served for model in models for served in (model, *map(models.get, model.route.adapters)))
-        ready = [entry(model) for model in named if model.route.state is State.READY]
-        return JSONResponse({"object": "list", "data": ready})
-
-    @router.get("/v1/models/{model}", summary="One model that is ready")
-    async def one_model(model: str) -> JSONResponse:
-        served = models.get(model)
-        served.dispatcher.check_ready()
-        return JSONResponse(entry(served))
-
-    return router

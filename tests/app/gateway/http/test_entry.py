@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -40,6 +41,8 @@ def ask(method: str, path: str, kind: str = "http", **more: Any) -> tuple[list[S
         EndpointRoute("/v2/models/{model}/generate", endpoint),
         EndpointRoute(INFER_PATH, endpoint),
         EndpointRoute("/v2/requests/{request_id:path}/cancel", endpoint),
+        EndpointRoute("/v1/chat/completions", endpoint),
+        EndpointRoute("/rerank", endpoint),
     ]
     scope = {"type": kind, "method": method, "path": path, "query_string": b"", "headers": [], "state": {}, **more}
     entry = Entry(framework, routes, RequestRecords(None, StreamLimits()))
@@ -60,6 +63,44 @@ def test_an_endpoint_learns_what_the_router_would_have_told(path: str, found: di
     assert not others
     assert scope["path_params"] == found
     assert scope["route"].path == route
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1//chat/completions", "/v1/chat/completions/", "//v1/chat/completions", "///v1//chat///completions//",
+    ],
+)  # fmt: skip
+def test_further_slashes_in_a_path_of_openais_api_are_taken_out(path: str) -> None:
+    (scope,), others = ask("POST", path, raw_path=path.encode())
+    assert not others
+    assert (scope["path"], scope["raw_path"]) == ("/v1/chat/completions", b"/v1/chat/completions")
+    assert scope["route"].path == "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("path", "mended"),
+    [
+        ("/v1/models/", "/v1/models"), ("//v1//models", "/v1/models"), ("/v1/models/m/", "/v1/models/m"),
+        ("/v1//models/m", "/v1/models/m"), ("/v1/models//m", "/v1/models/m"), ("/v1/models/é/", "/v1/models/é"),
+    ],
+)  # fmt: skip
+def test_so_are_those_of_the_list_of_models(path: str, mended: str) -> None:
+    _, (scope,) = ask("GET", path)
+    assert (scope["path"], scope["raw_path"]) == (mended, quote(mended).encode())
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/", "//", "/rerank/", "//rerank", "/v2//models/m/infer", "/v1//", "/v1/nothing/", "/v1/models/a/b/",
+        "/v1/chat//", "/v2/requests/a//b/cancel", "/v1/../v1/chat/completions", "/v1/chat/completions/x/",
+    ],
+)  # fmt: skip
+def test_other_paths_keep_their_slashes(path: str) -> None:
+    asked, others = ask("GET", path)
+    (scope,) = asked + others
+    assert scope["path"] == path
 
 
 @pytest.mark.parametrize(
