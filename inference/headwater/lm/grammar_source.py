@@ -35,7 +35,7 @@ _JSON_OPTIONS: Final[JsonCompileOptions] = {"lenient": False, "whitespace_patter
 white space without end."""
 
 _LIMITS: Final = LLParserLimits(
-    # See `headwater_server.lm.answer_grammar.MAX_OPTIONAL`; the time for an ambiguous grammar is quadratic in this
+    # See `headwater_server.lm.held_schemas.MAX_OPTIONAL`; the time for an ambiguous grammar is quadratic in this
     # limit.
     max_items_in_row=2500,
     step_max_items=50_000,

@@ -78,7 +78,7 @@ def test_calls_and_their_results_go_back_into_the_template() -> None:
 
 
 def test_fields_of_other_servers_are_left_out_of_the_prompt_and_named_once_each() -> None:
-    extra = {"cache_control": {"type": "ephemeral"}, "input_examples": [{}], "defer_loading": None}
+    extra: dict[str, Any] = {"cache_control": {"type": "ephemeral"}, "input_examples": [{}], "defer_loading": None}
     tools = [{**CLOCK, "x": 1}, *({"type": "function", "function": {**TOOLS[0]["function"], **extra}},)]
     assert planned(tools=tools).ignored == (
         "tools[0].x", "tools[1].function.cache_control", "tools[1].function.input_examples"
@@ -96,7 +96,12 @@ def test_many_tools_are_taken() -> None:
 
 
 def test_null_is_absence_within_tools_and_schemas() -> None:
-    tool = {"name": "clock", "description": None, "parameters": {"type": None, "properties": {}}, "strict": None}
+    tool: dict[str, Any] = {
+        "name": "clock",
+        "description": None,
+        "parameters": {"type": None, "properties": {}},
+        "strict": None,
+    }
     planned(tools=[{"type": "function", "function": tool, "x": None}])
 
 

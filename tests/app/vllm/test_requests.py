@@ -179,7 +179,7 @@ def test_constraints_of_other_servers_are_sent_as_structured_outputs(
 )
 def test_formats_that_vllm_does_not_have_are_structured_outputs(form: dict[str, Any], outputs: dict[str, Any]) -> None:
     for route in ("chat", "completions"):
-        body = sent(route, response_format=form)  # type: ignore[arg-type]
+        body = sent(route, response_format=form)
         assert (body.get("response_format"), body["structured_outputs"]) == (None, outputs)
     for own in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}):
         assert sent("chat", response_format=own, grammar="") == {"stream": False, "response_format": own}

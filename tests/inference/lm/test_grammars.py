@@ -23,7 +23,7 @@ from headwater.lm import grammars as module
 from headwater.lm.grammars import Grammars
 from headwater.lm.loading import plan_language_model
 from headwater.lm.slot_engine import SlotEngine
-from headwater_server.lm.answer_grammar import MAX_OPTIONAL
+from headwater_server.lm.held_schemas import MAX_OPTIONAL
 from tests.app.lm.scripted import FOLDER
 from tests.inference.lm.llamas import CONTEXT, GREEDY, by_id, request, run, tiny, tokens
 

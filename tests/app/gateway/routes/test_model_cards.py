@@ -12,7 +12,8 @@ import pytest
 from fastapi import FastAPI
 from openai.types import Model
 
-from headwater.signature import Embedding, LanguageModelSpec, Signature, TensorSpec, VllmSpec, text_signature
+from headwater.model import Embedding
+from headwater.signature import LanguageModelSpec, Signature, TensorSpec, VllmSpec, text_signature
 from headwater_server.config.schema import Server
 from headwater_server.control.route_kinds import LanguageKind, VllmKind
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, RoutingTable, State
