@@ -24,6 +24,15 @@ class PartsAnswer(AnswerForm):
     def __init__(self, reading: AnswerReading | None) -> None:
         self._reader = None if reading is None else reading.reader()
 
+    def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:
+        (text,) = texts
+        self.piece(0, text)
+        return self.body(usage)
+
+    @abstractmethod
+    def body(self, usage: Usage) -> bytes:
+        """The whole answer, after all parts have been added."""
+
     def piece(self, place: int, piece: TextPiece) -> Sequence[Event]:
         if self._reader is None:
             parts: Sequence[AnswerPart] = [piece.text] if piece.text or piece.logprobs else []

@@ -20,7 +20,7 @@ from headwater_server.lm.openai_answer import Event, shown_tokens
 from headwater_server.lm.parts_answer import PartsAnswer
 from headwater_server.lm.text.answer_parts import AnswerPart, ReasoningPart
 from headwater_server.lm.text.answer_reader import AnswerReading
-from headwater_server.lm.text_stream import TextPiece, TokenLogprob, Usage
+from headwater_server.lm.text_stream import TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from headwater_server.lm.text.token_texts import TokenTexts
@@ -66,9 +66,7 @@ class ResponsesAnswer(PartsAnswer):
         """The items so far. All except the last are complete."""
         self._finish: str | None = None
 
-    def whole(self, texts: Sequence[TextPiece], usage: Usage) -> bytes:
-        (text,) = texts
-        self.piece(0, text)
+    def body(self, usage: Usage) -> bytes:
         self._end_items()
         return msgspec.json.encode(self._response(self._status, usage))
 

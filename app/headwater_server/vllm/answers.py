@@ -41,9 +41,12 @@ __all__ = [
     "EventReader",
     "GenerateRelay",
     "RelayedAnswer",
+    "RelayedError",
     "RelayedResponsesAnswer",
+    "RelayedUsage",
     "TokenCount",
     "WholeAnswer",
+    "failure",
     "refusal",
 ]  # fmt: skip
 
@@ -61,7 +64,9 @@ class _Details(msgspec.Struct):
     cached_tokens: int | None = 0
 
 
-class _RelayedUsage(msgspec.Struct):
+class RelayedUsage(msgspec.Struct):
+    """``usage`` of a chat or completions answer of vLLM."""
+
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
     prompt_tokens_details: _Details | None = None
@@ -73,7 +78,9 @@ class _ResponseUsage(msgspec.Struct):
     input_tokens_details: _Details | None = None
 
 
-class _Error(msgspec.Struct, frozen=True):
+class RelayedError(msgspec.Struct, frozen=True):
+    """An error of vLLM."""
+
     message: str = ""
     param: str | None = None
     code: int | str | None = None
@@ -85,8 +92,8 @@ class _Chunk(msgspec.Struct):
     created: msgspec.Raw = msgspec.Raw(b"0")
     model: msgspec.Raw = msgspec.Raw(b"null")
     choices: msgspec.Raw = msgspec.Raw(b"[]")
-    usage: _RelayedUsage | None = None
-    error: _Error | None = None
+    usage: RelayedUsage | None = None
+    error: RelayedError | None = None
 
 
 class _TextChoice(msgspec.Struct):
@@ -122,7 +129,7 @@ class _Whole(msgspec.Struct, omit_defaults=True):
 
 class _WholeTexts(msgspec.Struct):
     choices: list[_TextChoice]
-    usage: _RelayedUsage | None = None
+    usage: RelayedUsage | None = None
 
 
 class _Response(msgspec.Struct):
@@ -131,7 +138,7 @@ class _Response(msgspec.Struct):
 
 class _ResponseEvent(msgspec.Struct):
     response: _Response | None = None
-    error: _Error | None = None
+    error: RelayedError | None = None
 
 
 class _Embedding(msgspec.Struct):
@@ -142,17 +149,17 @@ class _Embedding(msgspec.Struct):
 
 class _Embeddings(msgspec.Struct):
     data: list[_Embedding]
-    usage: _RelayedUsage
+    usage: RelayedUsage
 
 
 class _RelayedRefusal(msgspec.Struct):
-    error: _Error = _Error()
+    error: RelayedError = RelayedError()
 
 
 _chunks: Final = msgspec.json.Decoder(_Chunk)
 _wholes: Final = msgspec.json.Decoder(_Whole)
 _whole_texts: Final = msgspec.json.Decoder(_WholeTexts)
-_usages: Final = msgspec.json.Decoder(_RelayedUsage | None)
+_usages: Final = msgspec.json.Decoder(RelayedUsage | None)
 _texts: Final = msgspec.json.Decoder(list[_TextChoice])
 _responses: Final = msgspec.json.Decoder(_Response)
 _embeddings: Final = msgspec.json.Decoder(_Embeddings)
@@ -170,11 +177,11 @@ def refusal(status: int, body: bytes) -> HeadwaterError:
     try:
         error = _refusals.decode(body).error
     except PARSE_ERRORS:
-        error = _Error(body[:500].decode(errors="replace"))
+        error = RelayedError(body[:500].decode(errors="replace"))
     return _refusal(status, error)
 
 
-def _refusal(status: int, error: _Error) -> HeadwaterError:
+def _refusal(status: int, error: RelayedError) -> HeadwaterError:
     if status in (429, 503):
         return QueueFull(f"the replica's queue is full: {error.message}", retry_after_s=RETRY_AFTER_LOST_S)
     if status == 404:
@@ -187,7 +194,7 @@ def _refusal(status: int, error: _Error) -> HeadwaterError:
     return CallableFailed(f"the engine failed: {error.message[:500]}")
 
 
-def _failure(error: _Error) -> HeadwaterError:
+def failure(error: RelayedError) -> HeadwaterError:
     """The exception for an error event within a stream. An error without a status, or with 500, means that the engine
     has ended."""
     status = error.code if isinstance(error.code, int) else 500
@@ -294,6 +301,12 @@ class TokenCount:
             self._more += more
             self._add(more)
 
+    def usage_at_end(self, usage: RelayedUsage | None, choices: int = 0) -> None:
+        """Note vLLM's usage at the answer's end, if vLLM sent it. ``choices``: see `total`."""
+        if usage is not None:
+            cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details is not None else 0
+            self.total(usage.prompt_tokens, usage.completion_tokens or 0, cached or 0, choices)
+
     def end(self) -> None:
         """Note that vLLM answered a request completely: count its sequences."""
         self._meter.sequences.add(max(self._choices, len(self._completion)))
@@ -356,18 +369,18 @@ class ChunkAnswer(RelayedAnswer):
     def whole(self, body: bytes) -> bytes:
         answer = _wholes.decode(body)
         _check_finished([choice.finish_reason for choice in answer.choices])
-        _count_usage(self.count, _usages.decode(answer.usage), len(answer.choices))
+        self.count.usage_at_end(_usages.decode(answer.usage), len(answer.choices))
         return msgspec.json.encode(answer)
 
     def events(self, name: bytes, data: bytes) -> Sequence[Event]:
         chunk = _chunks.decode(data)
         if chunk.error is not None:
-            raise _failure(chunk.error)
+            raise failure(chunk.error)
         choices, usage = bytes(chunk.choices), chunk.usage
         if _ABORTED in choices:
             raise ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
         if choices == b"[]":
-            _count_usage(self.count, usage)
+            self.count.usage_at_end(usage)
         elif usage is not None:
             match = _INDEX.match(choices)
             index = int(match[1]) if match is not None else _texts.decode(choices)[0].index
@@ -400,16 +413,16 @@ class GenerateRelay(RelayedAnswer):
         answer = _whole_texts.decode(body)
         (choice,) = answer.choices
         _check_finished([choice.finish_reason])
-        _count_usage(self.count, answer.usage, 1)
+        self.count.usage_at_end(answer.usage, 1)
         return self._form.whole([TextPiece(choice.text, (), choice.finish_reason)], self.count.usage)
 
     def events(self, name: bytes, data: bytes) -> Sequence[Event]:
         chunk = _chunks.decode(data)
         if chunk.error is not None:
-            raise _failure(chunk.error)
+            raise failure(chunk.error)
         choices = _texts.decode(chunk.choices)
         if not choices:
-            _count_usage(self.count, chunk.usage)
+            self.count.usage_at_end(chunk.usage)
             return ()
         (choice,) = choices
         _check_finished([choice.finish_reason])
@@ -441,7 +454,7 @@ class RelayedResponsesAnswer(RelayedAnswer):
         else:
             event = _response_events.decode(data)
             if event.error is not None:
-                raise _failure(event.error)
+                raise failure(event.error)
             if event.response is not None:
                 self._count(event.response)
         return ((name, data),)
@@ -511,9 +524,3 @@ def _check_finished(reasons: Sequence[str | None]) -> None:
     """Raise `ReplicaLost` if vLLM aborted a choice, as it does when it is terminated."""
     if "abort" in reasons:
         raise ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
-
-
-def _count_usage(count: TokenCount, usage: _RelayedUsage | None, choices: int = 0) -> None:
-    if usage is not None:
-        cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details is not None else 0
-        count.total(usage.prompt_tokens, usage.completion_tokens or 0, cached or 0, choices)
