@@ -4,7 +4,8 @@
 
     HeadwaterError                 status, message
     ├── BadRequest                 400  the request's content is wrong; the message names the field
-    │   └── ContextTooLong              prompt, or prompt and answer together, exceed the context length
+    │   ├── ContextTooLong              prompt, or prompt and answer together, exceed the context length
+    │   └── ThreadUnsupported           the request continues a conversation that the server would have to keep
     ├── Unauthorized               401  no API key, or the key is not valid
     ├── Forbidden                  403  this client may not do this, or the configuration forbids it
     │   └── ScopeMissing                its API key is valid, but lacks the scope for this request
@@ -73,11 +74,13 @@ __all__ = [
     "ScopeMissing",
     "SharedMemoryFull",
     "StartError",
+    "ThreadUnsupported",
     "Unauthorized",
     "Unavailable",
     "UnknownCoding",
     "UnsupportedMediaType",
     "VersionNotSupported",
+    "anthropic_error",
     "openai_error",
 ]
 
@@ -145,6 +148,10 @@ class BadRequest(HeadwaterError, status=400):
 
 class ContextTooLong(BadRequest, code="context_length_exceeded"):
     """The prompt, or prompt and answer together, exceed the model's context length."""
+
+
+class ThreadUnsupported(BadRequest, code="thread_unsupported_request"):
+    """A request of Anthropic's API has ``thread``. Its clients know the code, and then send all messages."""
 
 
 class Unauthorized(HeadwaterError, status=401, may_quote=False, code="invalid_api_key"):
@@ -291,3 +298,26 @@ def openai_error(error: HeadwaterError) -> dict[str, object]:
     is_model = isinstance(error, NotFound) and error.field == "model"
     code = "model_not_found" if is_model else error.code
     return {"error": {"message": error.message, "type": kind, "param": error.field, "code": code}}
+
+
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+def anthropic_error(error: HeadwaterError, request_id: str | None = None) -> dict[str, object]:
+    """The body of an error response, or of a stream's error event, in the format of Anthropic's API.
+
+    Clients know a prompt that is too long by the beginning of the message.
+
+    Args:
+        error: the error.
+        request_id: the request's id; None: the body has none.
+    """
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    prefix = "prompt is too long: " if isinstance(error, ContextTooLong) else ""
+    about: dict[str, object] = {"type": kind, "message": prefix + error.message}
+    if isinstance(error, ThreadUnsupported):
+        about["details"] = {"error_code": error.code}
+    return {"type": "error", "error": about, **({} if request_id is None else {"request_id": request_id})}

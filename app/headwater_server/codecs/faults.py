@@ -324,7 +324,8 @@ def unreadable(
     if expected == "null":
         return at(place, tensor, "this model does not support it; leave it out")
     if expected:
-        return at(place, tensor, f"expected {kind_of(expected)}, got {kind_of(fault.got)}")
+        got = kind_of(fault.got) if fault.got else "another value"
+        return at(place, tensor, f"expected {kind_of(expected)}, got {got}")
     if fault.value is not None:
         return at(place, tensor, f"expected {choices_at(kind, fault.path)}, got {fault.value[:80]}")
     if fault.bounded is not None:

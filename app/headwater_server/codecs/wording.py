@@ -40,11 +40,11 @@ _BOUNDED: Final = {
 }  # fmt: skip
 _UNITS: Final = {"str": " characters", "array": " entries"}
 _WORDING: Final = re.compile(
-    r"Expected `(?P<expected>[^`]*)`, got `(?P<got>[^`]*)`"
+    r"Expected `(?P<expected>[^`]*)`(?:, got `(?P<got>[^`]*)`)?"
     r"|Expected `(?P<bounded>int|float|str|array)` (?:of length )?[<>]=? \S+"
     r"|Object contains unknown field `(?P<unknown>.*)`"
     r"|Object missing required field `(?P<missing>.*)`"
-    r"|Invalid enum value (?P<value>.*)",
+    r"|Invalid (?:enum )?value (?P<value>.*)",
     re.DOTALL,
 )
 _BYTE: Final = re.compile(r"\(byte (\d+)\)\Z")
@@ -66,7 +66,7 @@ class ParsedError(NamedTuple):
     expected: str = ""
     """msgspec's name of the expected type or types, such as ``float | null``."""
     got: str = ""
-    """msgspec's name of the value's type."""
+    """msgspec's name of the value's type; empty for a wrong tag of a struct."""
     unknown: str | None = None
     """A field that the object must not have."""
     missing: str | None = None
@@ -122,6 +122,8 @@ def _types_at(kind: Any, path: str) -> Sequence[inspect.Type]:
         for alternative in alternatives:
             if part[1] is not None and isinstance(alternative, inspect.StructType):
                 inner += [field.type for field in alternative.fields if field.encode_name == part[1]]
+                if alternative.tag_field == part[1]:
+                    inner.append(inspect.LiteralType((alternative.tag,)))
             elif part[1] is None and isinstance(alternative, inspect.ListType):
                 inner.append(alternative.item_type)
             elif part[1] is None and isinstance(alternative, inspect.DictType):

@@ -28,6 +28,7 @@ from headwater_server.gateway.routes.generate import GenerateEndpoint
 from headwater_server.gateway.routes.infer import InferEndpoint
 from headwater_server.gateway.routes.invocations import InvocationsEndpoint
 from headwater_server.gateway.routes.mapped import MappedEndpoint
+from headwater_server.gateway.routes.messages import CountTokensEndpoint, MessagesEndpoint
 from headwater_server.gateway.routes.metadata import health_routes, metadata_routes
 from headwater_server.gateway.routes.model_cards import model_card_routes
 from headwater_server.gateway.routes.pages import docs_routes, page_routes
@@ -46,11 +47,12 @@ from headwater_server.telemetry.logs import AccessLog
 __all__ = ["body_reader", "create_app"]
 
 CORS_REQUEST_HEADERS: Final = (
-    "Authorization", "Content-Type", "Inference-Header-Content-Length", "Traceparent", "X-API-Key", "X-Request-Id",
+    "Anthropic-Beta", "Anthropic-Dangerous-Direct-Browser-Access", "Anthropic-Version", "Authorization", "Content-Type",
+    "Inference-Header-Content-Length", "Traceparent", "X-API-Key", "X-Request-Id",
 )  # fmt: skip
 CORS_ANSWER_HEADERS: Final = (
-    "Headwater-Cache", "Headwater-Ignored", "Headwater-Version", "Inference-Header-Content-Length", "Retry-After",
-    "X-Request-Id",
+    "Headwater-Cache", "Headwater-Ignored", "Headwater-Version", "Inference-Header-Content-Length", "Request-Id",
+    "Retry-After", "X-Request-Id",
 )  # fmt: skip
 """Headers of answers that scripts may read, besides the few that CORS always allows."""
 _MAPPED: Final = {
@@ -164,6 +166,8 @@ def _inference_routes(models: Models, reader: BodyReader, *, refuses_unknown: bo
         **{path: MappedEndpoint(models, reader, respond) for path, respond in _MAPPED.items()},
     }
     invocations = InvocationsEndpoint(models, reader, bodies)
+    messages = MessagesEndpoint(models, reader, pool, refuses_unknown=refuses_unknown)
+    count_tokens = CountTokensEndpoint(models, reader, pool, refuses_unknown=refuses_unknown)
     return [
         EndpointRoute(INFER_PATH, infer),
         EndpointRoute("/v2/models/{model}/versions/{version}/infer", infer),
@@ -174,6 +178,8 @@ def _inference_routes(models: Models, reader: BodyReader, *, refuses_unknown: bo
         # An id may contain slashes.
         EndpointRoute("/v2/requests/{request_id:path}/cancel", CancelEndpoint(models)),
         *(EndpointRoute(path, endpoint) for path, endpoint in bodies.items()),
+        EndpointRoute("/v1/messages", messages),
+        EndpointRoute("/v1/messages/count_tokens", count_tokens),
         *(EndpointRoute(path, invocations) for path in ("/invocations", "/")),
         *(EndpointRoute(path, tei.RefusingEndpoint()) for path in tei.REFUSED),
         EndpointRoute("/v1/audio/transcriptions", TranscriptionsEndpoint(models, reader)),
@@ -184,7 +190,7 @@ def _inference_routes(models: Models, reader: BodyReader, *, refuses_unknown: bo
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HeadwaterError)
-    return _response(error_reply(error, request.url.path))
+    return _response(error_reply(error, request.url.path, _request_id(request)))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -200,13 +206,19 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         fault = MethodNotAllowed(f"method {request.method}: not allowed on {path[:200]}; allowed: {allowed}")
     elif error.status_code == 404:
         fault = NotFound(f"route {path[:200]}: unknown; see /docs")
-    reply = error_reply(fault, path)
+    reply = error_reply(fault, path, _request_id(request))
     reply.status = error.status_code
     return _response(reply, headers)
 
 
 async def _on_exception(request: Request, error: Exception) -> Response:
-    return _response(error_reply(internal_error(request.scope["state"], error), request.url.path))
+    failure = internal_error(request.scope["state"], error)
+    return _response(error_reply(failure, request.url.path, _request_id(request)))
+
+
+def _request_id(request: Request) -> str | None:
+    state: dict[str, str] = request.scope.get("state", {})
+    return state.get("request_id")
 
 
 def _response(reply: Reply, headers: Mapping[str, str] | None = None) -> Response:

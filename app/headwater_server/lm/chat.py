@@ -243,9 +243,12 @@ class ChatRequest(StreamFields, kw_only=True):
             counts_usage=self.counts_usage, reading=plan.reading,
         )  # fmt: skip
 
-    def plan(self, text: LanguageText, limits: EngineLimits, prompt: str = "messages") -> TextPlan:
+    def plan(
+        self, text: LanguageText, limits: EngineLimits, prompt: str = "messages", *, caps_answer: bool = False
+    ) -> TextPlan:
         """Check the request, and convert it into tokens. Takes too long for the event loop. ``prompt`` is the client's
-        field that contains the prompt, for errors.
+        field that contains the prompt, for errors. With ``caps_answer`` an answer of as many tokens as the client
+        allows need not fit: it ends where the context ends.
 
         Raises:
             BadRequest: a field is wrong, or exceeds a limit of the model.
@@ -270,7 +273,9 @@ class ChatRequest(StreamFields, kw_only=True):
             reading = AnswerReading(use, text.reasoning_format if grammar is None else None).after(rendered)
         ids = text_ids(prompt, rendered, text.encode_chat, limits)
         default = max(limits.cache_tokens // limits.max_sequences - len(ids), LEAST_CHAT_TOKENS)
-        prompts = [Prompt(ids, answer_tokens(prompt, path, ids, wanted, default, limits))]
+        capped = wanted if caps_answer else None
+        fixed = None if caps_answer else wanted
+        prompts = [Prompt(ids, answer_tokens(prompt, path, ids, fixed, capped or default, limits))]
         made = plan(prompts, self.n or 1, sampling, end, limits, self.timeout_s, grammar)
         return made._replace(reading=reading, ignored=ignored)
 

@@ -8,7 +8,7 @@ that `headwater_server.lm.chat` lists, and the fields that OpenAI has for chats 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -21,6 +21,7 @@ from headwater_server.errors import BadRequest
 from headwater_server.lm.answer_grammar import JsonSchemaFormat, ResponseFormat, Schema
 from headwater_server.lm.chat import ChatRequest, TemplateVariables, Verbosity
 from headwater_server.lm.reasoning_effort import Effort
+from headwater_server.lm.renamed_fields import own_path, renamed
 from headwater_server.lm.response_tools import chat_tool, flat_name, offered_tools
 from headwater_server.lm.responses_answer import ResponsesAnswer
 from headwater_server.lm.sampling_fields import ONLY_TEXTS, StreamFields
@@ -211,11 +212,11 @@ class ResponsesRequest(StreamFields, kw_only=True):
         try:
             plan = chat.plan(text, limits, prompt="input")
         except BadRequest as error:
-            raise _renamed(error, names) from None
+            raise renamed(error, names) from None
         if has_logprobs and plan.reading is not None:
             expected = "this model does not support log probabilities of an answer that may reason or call tools"
             raise at("include", None, f'{expected}; leave one of them out, or set "tool_choice": "none"')
-        ignored = [*offered.ignored, *(_own_path(path, names) for path in plan.ignored)]
+        ignored = [*offered.ignored, *(own_path(path, names) for path in plan.ignored)]
         if self.reasoning is not None and (self.reasoning.summary or self.reasoning.generate_summary):
             ignored.append("reasoning.summary")
         if self.truncation == "auto":
@@ -414,20 +415,3 @@ _NAMES: Final = {
     "tool_choice.function": "tool_choice",
 }
 """Map from field paths of a chat request to the paths in a responses request."""
-
-
-def _renamed(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
-    """The error of a chat request, with field names of the responses request.
-
-    Args:
-        error: the error of the chat request.
-        names: map from path prefixes of the chat request to paths of the responses request.
-    """
-    return error.moved(_own_path(error.field or "", names))
-
-
-def _own_path(path: str, names: Mapping[str, str]) -> str:
-    """The path in the responses request of a field of the chat request."""
-    outer = [name for name in names if path == name or path.startswith((f"{name}.", f"{name}["))]
-    longest = max(outer, key=len, default="")
-    return names.get(longest, "") + path[len(longest) :]

@@ -44,6 +44,7 @@ Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=_MAX_SECONDS, description=_L
 ONLY_TEXTS: Final = {"additionalProperties": {"type": "string"}}
 """Used in the OpenAPI schema only: a label that is null is as good as no label."""
 Flag: TypeAlias = Annotated[bool, Meta(extra_json_schema={"default": False})]
+Temperature: TypeAlias = Annotated[float, Meta(ge=0, le=2, description="0: the likeliest")]
 
 
 class TextEnd(NamedTuple):
@@ -70,7 +71,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     Decoding checks types and most bounds; the methods check biases, and limits that depend on the model.
     """
 
-    temperature: Annotated[float, Meta(ge=0, le=2, description="0: the likeliest")] | None = None
+    temperature: Temperature | None = None
     top_p: Share | None = None
     top_k: TopK | None = None
     min_p: Share | None = None

@@ -78,7 +78,7 @@ _PROGRAMS: Final[Mapping[DeploymentKind, KindProgram]] = {
         socket_bytes=len("/r99999/xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx"),
         relayed=frozenset({
             ("GET", "/health"), ("GET", "/metrics"), ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"),
-            ("POST", "/v1/embeddings"), ("POST", "/v1/responses"),
+            ("POST", "/v1/embeddings"), ("POST", "/v1/responses"), ("POST", "/tokenize"),
         }),
         preloads=False,
     ),

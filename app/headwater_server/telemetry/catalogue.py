@@ -16,7 +16,7 @@ __all__ = [
 
 Route = Literal[
     "infer", "generate", "generate_stream", "chat", "completions", "responses", "embeddings", "rerank", "classify",
-    "transcriptions", "tokenize", "detokenize",
+    "transcriptions", "tokenize", "detokenize", "messages", "count_tokens",
 ]  # fmt: skip
 """The kind of a request to a deployment, as a label."""
 Phase = Literal["queue", "batch_wait", "transport", "compute", "serialise"]

@@ -45,6 +45,8 @@ __all__ = [
     "RelayedResponsesAnswer",
     "RelayedUsage",
     "TokenCount",
+    "Tokenized",
+    "TokenizedAnswer",
     "WholeAnswer",
     "failure",
     "refusal",
@@ -152,6 +154,13 @@ class _Embeddings(msgspec.Struct):
     usage: RelayedUsage
 
 
+class Tokenized(msgspec.Struct):
+    """An answer of ``/tokenize``."""
+
+    count: int
+    token_strs: list[str] | None = None
+
+
 class _RelayedRefusal(msgspec.Struct):
     error: RelayedError = RelayedError()
 
@@ -163,6 +172,7 @@ _usages: Final = msgspec.json.Decoder(RelayedUsage | None)
 _texts: Final = msgspec.json.Decoder(list[_TextChoice])
 _responses: Final = msgspec.json.Decoder(_Response)
 _embeddings: Final = msgspec.json.Decoder(_Embeddings)
+_tokenized: Final = msgspec.json.Decoder(Tokenized)
 _response_events: Final = msgspec.json.Decoder(_ResponseEvent)
 _refusals: Final = msgspec.json.Decoder(_RelayedRefusal)
 
@@ -506,6 +516,19 @@ class EmbeddingsAnswer(WholeAnswer):
         tokens = self.count.usage.prompt_tokens
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return msgspec.json.encode({"object": "list", "data": self._data, "model": self._model, "usage": usage})
+
+
+class TokenizedAnswer(WholeAnswer):
+    """An answer of ``/tokenize``: `tokenized`, once `whole` has decoded it."""
+
+    tokenized: Tokenized
+
+    def __init__(self, count: TokenCount) -> None:
+        self.count = count
+
+    def whole(self, body: bytes) -> bytes:
+        self.tokenized = _tokenized.decode(body)
+        return body
 
 
 def _check_finite(item: _Embedding) -> None:

@@ -22,13 +22,14 @@ from headwater_server.lm.text_generate import NO_DETAILS, GenerateRequest
 from headwater_server.lm.tools import NO_PARAMETERS
 from headwater_server.telemetry.catalogue import Route
 
-__all__ = ["PATHS", "VllmRequest", "fields_of", "from_generate", "read_request"]
+__all__ = ["PATHS", "VllmRequest", "fields_of", "from_generate", "read_request", "tokenize_request"]
 
 PATHS: Final[dict[Route, str]] = {
     "chat": "/v1/chat/completions",
     "completions": "/v1/completions",
     "responses": "/v1/responses",
     "embeddings": "/v1/embeddings",
+    "tokenize": "/tokenize",
 }
 MAX_CHOICES: Final = 128
 """Maximum of ``n``."""
@@ -71,6 +72,11 @@ _REFUSED: Final = {
     **dict.fromkeys(("audio", "function_call", "functions", "prediction", "web_search_options"), "not supported"),
 }
 """Fields of OpenAI's API that must be absent, null, false or empty, each with the reason."""
+_TOKENIZED: Final = (
+    "model", "messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
+    "return_token_strs",
+)  # fmt: skip
+"""The fields of a request to tokenize messages."""
 _STREAM_OPTIONS: Final = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
 _URL_KEYS: Final = frozenset({"url", "image_url", "video_url", "audio_url", "file_url"})
 
@@ -105,7 +111,9 @@ class VllmRequest(NamedTuple):
             BadRequest: the body is nested too deeply.
         """
         body: dict[str, Any] = dict(self.body)
-        if self.route != "embeddings":
+        if self.route == "tokenize":  # it has no cache, and no streams
+            cache_scope = ""
+        elif self.route != "embeddings":
             body["stream"] = self.streams
         if self.route == "responses":
             body["store"] = False
@@ -263,6 +271,15 @@ def from_generate(model: str, request: GenerateRequest, *, streams: bool) -> Vll
         "echo": parameters.exclude_input_in_output is False,
     }
     return VllmRequest("completions", body, streams, timeout_s=timeout_us / 1e6 if timeout_us else None)
+
+
+def tokenize_request(chat: dict[str, Any]) -> VllmRequest:
+    """Convert the body of a chat request into a request for the tokens of its prompt."""
+    body: dict[str, Any] = {name: chat[name] for name in _TOKENIZED if name in chat}
+    if (effort := chat.get("reasoning_effort")) is not None:  # variables that vLLM sets for a chat request
+        variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        body["chat_template_kwargs"] = variables | (chat.get("chat_template_kwargs") or {})
+    return VllmRequest("tokenize", body, streams=False)
 
 
 def _with_parameters(tool: object) -> object:

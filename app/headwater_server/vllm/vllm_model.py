@@ -182,7 +182,7 @@ class VllmDispatcher(TextDispatcher):
         if not candidates:
             raise self._no_replica()
         least_busy = min(candidates, key=attrgetter("load"))
-        factor = 0 if request.route == "embeddings" else self._kind.prefix_affinity
+        factor = 0 if request.route in ("embeddings", "tokenize") else self._kind.prefix_affinity
         if not factor or len(self._pool.eligible()) == 1:
             return least_busy
 

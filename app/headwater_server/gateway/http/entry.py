@@ -20,7 +20,7 @@ from headwater_server.errors import BadRequest, ClientGone, HeadersTooLarge, Hea
 from headwater_server.gateway.http.body_budget import release_body
 from headwater_server.gateway.http.endpoint import EndpointRoute
 from headwater_server.gateway.http.event_stream import StreamLimits
-from headwater_server.gateway.http.replies import Reply, error_reply, internal_error
+from headwater_server.gateway.http.replies import ANTHROPIC_PATH, Reply, error_reply, internal_error
 from headwater_server.security.key_check import KeyRing
 from headwater_server.security.rate_limits import KeyLimits
 from headwater_server.telemetry.logs import AccessLog
@@ -85,8 +85,8 @@ class RequestRecord(msgspec.Struct):
     trace: Trace | None
     """None: tracing is off, or the path is not traced."""
     state: dict[str, Any]
-    """State of the request; has ``version`` if a version of a deployment answers, and ``answer_headers`` if its model
-    may set headers."""
+    """State of the request; has ``version`` if a version of a deployment answers, and ``answer_headers``, by name, if
+    its model or its API sets headers."""
     status: int = 0
     """HTTP status of the answer; 0 until the answer has begun."""
     is_answered: bool = False
@@ -182,6 +182,8 @@ class RequestRecords:
         else:
             state["request_id"] = new_id = self._new_id()
             request_id = new_id.encode()
+        if scope["path"].startswith(ANTHROPIC_PATH):
+            state["answer_headers"] = {"request-id": state["request_id"]}
         state["stream_limits"] = self.stream_limits
         tracing = current()
         trace = None if tracing is None else tracing.begin(scope, state["request_id"])
@@ -275,7 +277,7 @@ class Entry:
                     _check_single(scope["headers"])
             except HeadwaterError as error:
                 state["error"] = error
-                reply = error_reply(error, scope["path"])
+                reply = error_reply(error, scope["path"], state["request_id"])
             else:
                 cors = self._cors if b"origin" in names else None
                 reply = cors or await self._reply(scope, receive)
@@ -288,7 +290,7 @@ class Entry:
         except Exception as error:
             state["status"] = 500
             if not record.status:
-                failure = error_reply(internal_error(state, error), scope["path"])
+                failure = error_reply(internal_error(state, error), scope["path"], state["request_id"])
                 await failure(scope, receive, _noting(record, send))
             raise
         finally:
@@ -345,9 +347,9 @@ class Entry:
             note_error(state, error)
             # A failed call's future references the error, and the error's traceback the future: break this cycle.
             state["error"] = error.with_traceback(None)
-            return error_reply(error, scope["path"])
+            return error_reply(error, scope["path"], state["request_id"])
         except Exception as error:
-            return error_reply(internal_error(state, error), scope["path"])
+            return error_reply(internal_error(state, error), scope["path"], state["request_id"])
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application that the CORS middleware wraps."""

@@ -9,10 +9,11 @@ from typing import Any, Final
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from headwater_server.errors import CallableFailed, HeadwaterError, openai_error
+from headwater_server.errors import CallableFailed, HeadwaterError, anthropic_error, openai_error
 from headwater_server.gateway.http.exchange import exchange_of
 
 __all__ = [
+    "ANTHROPIC_PATH",
     "JSON",
     "OPENAI_PATHS",
     "RETRY_AFTER_S",
@@ -33,6 +34,9 @@ OPENAI_PATHS: Final = (
     "/detokenize",
 )  # fmt: skip
 """Prefixes of the paths that answer in the form of OpenAI's API."""
+
+ANTHROPIC_PATH: Final = "/v1/messages"
+"""Prefix of the paths that answer in the form of Anthropic's API, although they are among `OPENAI_PATHS`."""
 
 JSON: Final = (b"content-type", b"application/json")
 """The header of a JSON body."""
@@ -82,10 +86,13 @@ def json_reply(content: object, status: int = 200, headers: Headers | None = Non
     return Reply(status, [msgspec.json.encode(content)], [JSON, *(headers or ())])
 
 
-def error_reply(error: HeadwaterError, path: str) -> Reply:
-    """An error in the form of the path's API: OpenAI's under `OPENAI_PATHS`, Triton's elsewhere."""
-    if path.startswith(OPENAI_PATHS):
-        content: object = openai_error(error)
+def error_reply(error: HeadwaterError, path: str, request_id: str | None = None) -> Reply:
+    """An error in the form of the path's API: Anthropic's under `ANTHROPIC_PATH`, OpenAI's under `OPENAI_PATHS`,
+    Triton's elsewhere. ``request_id``: the request's id, if it is known; only Anthropic's form has it."""
+    if path.startswith(ANTHROPIC_PATH):
+        content: object = anthropic_error(error, request_id)
+    elif path.startswith(OPENAI_PATHS):
+        content = openai_error(error)
     else:
         content = {"error": error.message}
     headers: Headers = []

@@ -27,6 +27,7 @@ from headwater_server.lm.chat import ChatRequest
 from headwater_server.lm.completion import CompletionRequest
 from headwater_server.lm.known_fields import read_known
 from headwater_server.lm.language_model import LmDispatcher
+from headwater_server.lm.messages import MessagesRequest
 from headwater_server.lm.openai_answer import AnswerForm, Event
 from headwater_server.lm.responses import ResponsesRequest
 from headwater_server.lm.text_generate import GenerateRequest
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["CancelEndpoint", "OpenAITextEndpoint", "answer_text", "client_of"]
 
 _OpenAIRequest: TypeAlias = ChatRequest | CompletionRequest | ResponsesRequest
-_Request: TypeAlias = _OpenAIRequest | GenerateRequest
+_Request: TypeAlias = _OpenAIRequest | GenerateRequest | MessagesRequest
 _ROUTES: Final[dict[type[_OpenAIRequest], Route]] = {
     ChatRequest: "chat",
     CompletionRequest: "completions",

@@ -27,12 +27,14 @@ from headwater_server.vllm.answers import (
     RelayedAnswer,
     RelayedResponsesAnswer,
     TokenCount,
+    Tokenized,
+    TokenizedAnswer,
 )
 from headwater_server.vllm.relay import Relay
 from headwater_server.vllm.requests import VllmRequest, read_request
 from headwater_server.vllm.vllm_model import VllmDispatcher
 
-__all__ = ["answer_embeddings", "answer_openai", "answer_relayed", "asked_model"]
+__all__ = ["answer_embeddings", "answer_openai", "answer_relayed", "asked_model", "tokenized"]
 
 
 class _Asked(msgspec.Struct):
@@ -155,6 +157,23 @@ async def answer_embeddings(
                 raise error.again(f"the deadline of {dispatcher.route.timeout_s:g} s passed") from None
     state["note"] = _note(answer.count)
     return Reply(200, [answer.body()], [JSON])
+
+
+async def tokenized(scope: Scope, receive: Receive, dispatcher: VllmDispatcher, request: VllmRequest) -> Tokenized:
+    """Have vLLM tokenize messages, within the deployment's ``timeout_s``. No sequence is opened.
+
+    Args:
+        scope, receive: ASGI arguments of the request; its body has been read.
+        dispatcher: the model's dispatcher.
+        request: made by `headwater_server.vllm.requests.tokenize_request`.
+
+    Raises:
+        HeadwaterError: the request can't be answered.
+    """
+    answer = TokenizedAnswer(TokenCount(dispatcher.meter))
+    with DisconnectWatch(scope, receive):
+        await _opened(scope["state"], dispatcher, request._replace(timeout_s=dispatcher.route.timeout_s)).whole(answer)
+    return answer.tokenized
 
 
 def _spending(state: dict[str, Any]) -> Callable[[int], None] | None:
