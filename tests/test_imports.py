@@ -76,6 +76,11 @@ def test_a_path_that_hides_what_headwater_s_own_processes_import_is_refused() ->
 
 
 @pytest.mark.slow
+def test_a_gateway_worker_has_no_http_client_until_it_fetches() -> None:
+    assert not modules_after("import headwater_server.gateway.worker") & {"httpx", "httpcore"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module", ["headwater_server.cli.main", "headwater_server.supervisor.supervisor", "headwater_server.gateway.worker"]
 )

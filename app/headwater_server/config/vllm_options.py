@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +16,7 @@ from headwater_server.config.validation import describe
 __all__ = ["VllmOptions", "option_faults"]
 
 _Fraction = Annotated[float, Field(gt=0, le=1)]
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?)(?::([0-9]{1,5}))?")
 _Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 
@@ -21,9 +24,28 @@ def _flag_of_generation_config(value: str) -> str:
     return "vllm" if value == "none" else value
 
 
+def _media_host(value: str) -> str:
+    """A host in the form in which `headwater_server.vllm.media_fetch` compares hosts.
+
+    Raises:
+        ValueError: it is no host's name or address, with or without a port.
+    """
+    match = _HOST.fullmatch(value.lower())
+    host, port = match.groups() if match is not None else ("", None)
+    if host.startswith("["):
+        try:
+            host = f"[{IPv6Address(host[1:-1]).compressed}]"
+        except ValueError:
+            host = ""
+    if not host or not 0 < int(port or 1) < 65_536:
+        expected = "expected a host's name or address such as images.example.com, [2001:db8::1] or 127.0.0.1:8080"
+        raise ValueError(f"{expected}, got {value!r}")
+    return host if port is None else f"{host}:{int(port)}"
+
+
 class VllmOptions(Section):
     """Options of vLLM's engine, under the names of its flags, and Headwater's options ``adapters``, ``kv_cache_gib``,
-    ``max_step_s`` and ``prefix_affinity``. See docs/vllm.md.
+    ``max_step_s``, ``media_hosts`` and ``prefix_affinity``. See docs/vllm.md.
 
     Options of vLLM are left out if they would let clients bypass the gateway (host, port, API keys, middleware), run
     code of a model's folder, or change behaviour that the gateway relies on.
@@ -84,6 +106,13 @@ class VllmOptions(Section):
     prefix_affinity: Annotated[float, Field(ge=0, le=100)] = 2
     """With several replicas: a request for text goes to the replica that had its prefix, if that replica has at most
     this many times the requests of the least busy replica; else, or if this is 0, to the least busy replica."""
+
+    media_hosts: Annotated[list[Annotated[str, AfterValidator(_media_host)]], Field(max_length=1000)] = Field(
+        default_factory=list
+    )
+    """Hosts that the gateway fetches images, recordings and videos from, if a request names them by URL: names or
+    addresses, each with a port (then only at this port) or without (ports 80 and 443). Names must resolve to public
+    addresses."""
 
     def _faults(self) -> Iterator[str]:
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:

@@ -82,6 +82,7 @@ class VllmKind(_Facts, frozen=True, tag="vllm"):
     adapters: dict[str, int] = {}
     """The LoRA adapters that it serves, each with the number of times that it was loaded into serving replicas."""
     prefix_affinity: float = 0
+    media_hosts: tuple[str, ...] = ()
     """See `headwater_server.config.vllm_options.VllmOptions`."""
 
 

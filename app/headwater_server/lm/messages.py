@@ -28,7 +28,7 @@ from headwater_server.lm.messages_body import (
     Turn,
 )
 from headwater_server.lm.messages_history import ChatHistory, has_later_system, keeps_later_system
-from headwater_server.lm.renamed_fields import renamed
+from headwater_server.lm.renamed_fields import own_path, renamed
 from headwater_server.lm.sampling_fields import Flag, Seconds, Temperature, TopK
 from headwater_server.lm.text.answer_reader import AnswerReading
 from headwater_server.lm.text.stop_strings import StopStrings
@@ -166,7 +166,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
             if spec.grammar is not None and spec.grammar.field in form.names:
                 grammar = structs.replace(spec.grammar, field=form.names[spec.grammar.field])
                 plan.specs[n] = structs.replace(spec, grammar=grammar)
-        ignored = [form.names.get(name, name) for name in plan.ignored]
+        ignored = [own_path(name, form.names) for name in plan.ignored]
         if self._is_switch_ignored(text):
             ignored.append("thinking")
         return plan._replace(ignored=(*form.ignored, *ignored))

@@ -21,7 +21,9 @@ __all__ = [
     "serve_command", "serve_environment",
 ]  # fmt: skip
 
-OURS: Final = frozenset({"kv_cache_gib", "max_step_s", "prefix_affinity", "adapters", "max_loras", "max_lora_rank"})
+OURS: Final = frozenset(
+    {"kv_cache_gib", "max_step_s", "prefix_affinity", "media_hosts", "adapters", "max_loras", "max_lora_rank"}
+)
 """Options that are not flags of vLLM, or flags that depend on the adapters."""
 KEPT_ADAPTERS: Final = 32
 """Number of adapters that vLLM may keep in the machine's memory; ``max_loras`` if that is more. It reads further

@@ -67,7 +67,9 @@ _PROGRAMS: Final[Mapping[DeploymentKind, KindProgram]] = {
     ),
     VLLM: KindProgram(
         lambda deployment, adapter_loads: VllmKind(
-            {name: adapter_loads[name] for name in deployment.adapters}, deployment.checked_options["prefix_affinity"]
+            {name: adapter_loads[name] for name in deployment.adapters},
+            deployment.checked_options["prefix_affinity"],
+            tuple(deployment.checked_options["media_hosts"]),
         ),
         module="headwater_server.process.vllm_host",
         # Its processes spin while they wait for each other, and at equal priority the kernel lets other processes on

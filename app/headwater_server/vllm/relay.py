@@ -72,6 +72,7 @@ class Relay:
         idle_s: the longest wait for an event of a stream in seconds, including time in the queue. It doesn't apply to a
             whole answer.
         trace: the trace of the request, if it is traced.
+        began_s: loop time of the request's beginning, from which its own ``timeout_s`` counts; default: now.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Relay:
         on_left: Callable[[Relay], None],
         idle_s: float,
         trace: GenerationTrace | None,
+        began_s: float | None = None,
     ) -> None:
         self.request_id = request_id
         self.model = request.model
@@ -102,7 +104,8 @@ class Relay:
         self._idle_s = idle_s if request.streams else math.inf
         self._limit_s = math.inf if request.timeout_s is None else request.timeout_s
         self._loop = asyncio.get_running_loop()
-        self._began_s = self._heard_s = self._loop.time()
+        self._heard_s = self._loop.time()
+        self._began_s = self._heard_s if began_s is None else began_s
         self._answer: UpstreamAnswer | None = None
         self._tried: VllmReplica | None = None
         """The replica that has failed the request."""

@@ -7,8 +7,6 @@ vLLM itself checks most values. Source: OpenAI's API reference, and vLLM 0.32 fo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -21,6 +19,7 @@ from headwater_server.lm.known_fields import MAX_IGNORED, check_ignorable, is_ab
 from headwater_server.lm.text_generate import NO_DETAILS, GenerateRequest
 from headwater_server.lm.tools import NO_PARAMETERS
 from headwater_server.telemetry.catalogue import Route
+from headwater_server.vllm.media_parts import Media
 
 __all__ = ["PATHS", "VllmRequest", "fields_of", "from_generate", "read_request", "tokenize_request"]
 
@@ -78,7 +77,6 @@ _TOKENIZED: Final = (
 )  # fmt: skip
 """The fields of a request to tokenize messages."""
 _STREAM_OPTIONS: Final = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
-_URL_KEYS: Final = frozenset({"url", "image_url", "video_url", "audio_url", "file_url"})
 
 
 class VllmRequest(NamedTuple):
@@ -98,6 +96,9 @@ class VllmRequest(NamedTuple):
     """Maximum duration of the whole request in seconds; None: no maximum."""
     ignored: tuple[str, ...] = ()
     """The client's fields without effect."""
+    media: Media | None = None
+    """The request's images, recordings and videos. Its `Media.links` must be fetched and put into the body before the
+    request is sent."""
 
     def encoded(self, cache_scope: str) -> bytes:
         """The body that vLLM gets, in JSON. It asks vLLM to count the tokens in every event of a stream of chat or
@@ -146,7 +147,9 @@ def fields_of(route: Route) -> list[str]:
     return sorted(_FIELDS[route] | _LABELS | more | {"model", "stream", "timeout_s", "store"})
 
 
-def read_request(route: Route, body: dict[str, Any], *, refuses_unknown: bool = False) -> VllmRequest:
+def read_request(
+    route: Route, body: dict[str, Any], *, refuses_unknown: bool = False, fetches: bool = False
+) -> VllmRequest:
     """Check the fields of a request of chat, completions or responses.
 
     Args:
@@ -154,11 +157,12 @@ def read_request(route: Route, body: dict[str, Any], *, refuses_unknown: bool = 
         body: the request.
         refuses_unknown: whether each unknown field is refused; else it is left out, as by
             `headwater_server.lm.known_fields.read_known`.
+        fetches: whether images and the like may be named by URLs that must be fetched.
 
     Raises:
         BadRequest: a field is unknown and can't be left out, requests an unsupported feature, or has a wrong value
-            that the gateway would otherwise use (`n`, `timeout_s`, `stream`, `stream_options`); the message names the
-            field.
+            that the gateway would otherwise use (`n`, `timeout_s`, `stream`, `stream_options`); or an image or the like
+            can't be passed on (see `Media.read`); the message names the field.
     """
     allowed = _FIELDS[route]
     kept: dict[str, Any] = {}
@@ -196,8 +200,11 @@ def read_request(route: Route, body: dict[str, Any], *, refuses_unknown: bool = 
     if n is not None and (type(n) is not int or not 1 <= n <= MAX_CHOICES):
         raise at("n", None, f"expected 1 to {MAX_CHOICES}, got {shown(n)}")
     _check_prompts(kept.get("prompt"), n or 1)
-    for path, url in chain(_urls("messages", kept.get("messages")), _urls("input", kept.get("input"))):
-        raise at(path, None, f"expected a data: URL, since this server fetches no URLs, got {shown(url)}")
+    media = Media(fetches=fetches)
+    if route == "chat" and "messages" in kept:
+        kept["messages"] = media.read("messages", kept["messages"])
+    if route == "responses" and "input" in kept:
+        kept["input"] = media.read("input", kept["input"])
     if not isinstance(options, dict):
         raise at("stream_options", None, f"expected an object, got {shown(options)}")
     for name in sorted(options.keys() - _STREAM_OPTIONS):
@@ -213,7 +220,7 @@ def read_request(route: Route, body: dict[str, Any], *, refuses_unknown: bool = 
     counts = _flag("stream_options.continuous_usage_stats", options.get("continuous_usage_stats"))
     if _flag("stream_options.include_obfuscation", options.get("include_obfuscation")):
         raise at("stream_options.include_obfuscation", None, "expected false, since streams aren't padded, got true")
-    return VllmRequest(route, kept, streams, includes, counts, timeout_s, tuple(ignored[:MAX_IGNORED]))
+    return VllmRequest(route, kept, streams, includes, counts, timeout_s, tuple(ignored[:MAX_IGNORED]), media)
 
 
 def _set_constraint(fields: dict[str, Any]) -> None:
@@ -314,25 +321,3 @@ def _seconds(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECONDS:
         raise at("timeout_s", None, f"expected seconds, above 0 and up to {MAX_SECONDS}, got {shown(value)}")
     return float(value)
-
-
-def _urls(path: str, value: object) -> Iterator[tuple[str, str]]:
-    """The URLs in messages or input items that would have to be fetched, because they are no ``data:`` URLs, each after
-    the path of its field.
-
-    Args:
-        path: the request's field.
-        value: the field's value.
-    """
-    stack = [(path, value)]
-    while stack:
-        path, value = stack.pop()
-        if isinstance(value, dict):
-            for key, part in value.items():
-                if isinstance(part, str) and key in _URL_KEYS:
-                    if not part.startswith("data:"):
-                        yield f"{path}.{key}", part
-                elif isinstance(part, (dict, list)):
-                    stack.append((f"{path}.{key_text(key)}", part))
-        elif isinstance(value, list):
-            stack += [(f"{path}[{place}]", part) for place, part in enumerate(value) if isinstance(part, (dict, list))]

@@ -7,7 +7,7 @@ import contextlib
 import re
 from collections.abc import Callable, Collection
 from operator import attrgetter
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import anyio
 
@@ -17,7 +17,7 @@ from headwater_server.control.route_kinds import VllmKind
 from headwater_server.control.routing import DeploymentRoute, ReplicaRoute, check_key
 from headwater_server.dispatch.deployment_protocol import Fail
 from headwater_server.dispatch.pool import ReplicaPool
-from headwater_server.errors import BadRequest, Cancelled, HeadwaterError
+from headwater_server.errors import BadRequest, Cancelled, DeadlineExceeded, HeadwaterError
 from headwater_server.lm.text_dispatcher import TextDispatcher
 from headwater_server.telemetry.tracing import add_generation
 from headwater_server.transport.address import ClientTls
@@ -25,6 +25,9 @@ from headwater_server.transport.relay_client import RelayClient
 from headwater_server.vllm.affinity import PrefixAffinity
 from headwater_server.vllm.relay import Relay, VllmReplica
 from headwater_server.vllm.requests import VllmRequest
+
+if TYPE_CHECKING:
+    from headwater_server.vllm.media_fetch import MediaFetcher
 
 __all__ = ["VllmDispatcher"]
 
@@ -62,6 +65,7 @@ class VllmDispatcher(TextDispatcher):
         self._relays: set[Relay] = set()
         self._sampled: dict[str, Load] = {}
         """Each connected replica's last sampled load, by the replica's id."""
+        self._fetcher: MediaFetcher | None = None
         self.update(route)
         self._sampling = self._loop.create_task(self._sample())
 
@@ -127,15 +131,46 @@ class VllmDispatcher(TextDispatcher):
         message = f"model: `{self.route.name}` serves only embeddings: POST to /v1/embeddings, or name a model of text"
         return BadRequest(message, field="model")
 
-    def open(self, request: VllmRequest, request_id: str, cache_scope: str = "") -> Relay:
-        """Begin a request: its time starts now, but only the returned relay's methods send it. The caller must close
-        the relay.
+    @property
+    def fetches_media(self) -> bool:
+        """Whether requests may name images and the like by URLs that must be fetched."""
+        return bool(self._kind.media_hosts)
+
+    async def fetch_media(self, request: VllmRequest, take: Callable[[int], None]) -> None:
+        """Fetch the images and the like that a request names by URLs, within the request's and the deployment's
+        ``timeout_s``, and put them into the request.
+
+        Args:
+            request: the checked request.
+            take: called with a number of bytes before they are held; an error that it raises ends the fetch.
+
+        Raises:
+            BadRequest: a URL isn't allowed, or can't be fetched; the message names the field.
+            DeadlineExceeded: the time is over.
+            HeadwaterError: an error from ``take``.
+        """
+        if request.media is None or not request.media.links:
+            return
+        if self._fetcher is None:
+            from headwater_server.vllm.media_fetch import MediaFetcher
+
+            self._fetcher = MediaFetcher()
+        limit_s = min(self.route.timeout_s, request.timeout_s or self.route.timeout_s)
+        try:
+            with anyio.fail_after(limit_s):
+                await self._fetcher.fetch(request.media, self._kind.media_hosts, take)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the deadline of {limit_s:g} s passed") from None
+
+    def open(self, request: VllmRequest, request_id: str, cache_scope: str = "", began_s: float | None = None) -> Relay:
+        """Begin a request: only the returned relay's methods send it. The caller must close the relay.
 
         Args:
             request: the checked request.
             request_id: the request's id from the client, for `cancel`.
             cache_scope: the name of the request's API key; empty without a key. Only requests with the same scope, for
                 the same load of an adapter, share cached prefixes.
+            began_s: loop time from which the request's own ``timeout_s`` counts; default: now.
 
         Raises:
             Unavailable: no requests are accepted now.
@@ -158,6 +193,7 @@ class VllmDispatcher(TextDispatcher):
             on_left=self._relays.discard,
             idle_s=self.route.timeout_s,
             trace=add_generation(self.route.name),
+            began_s=began_s,
         )
         self._relays.add(relay)
         return relay

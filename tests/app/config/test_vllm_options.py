@@ -43,6 +43,7 @@ BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
     "tool_call_parser": (["hermes", "llama3_json", None], ["../plugin.py", "x" * 65]),
     "reasoning_parser": (["deepseek_r1", None], ["a/b"]),
     "max_step_s": ([0.1, 600], [0, -1]),
+    "media_hosts": ([[], ["images.example.com", "127.0.0.1:8123", "[::1]"]], [5]),
     "prefix_affinity": ([0, 100], [-0.1, 101]),
 }
 
@@ -97,6 +98,22 @@ def test_an_unknown_option_suggests_the_one_that_may_be_meant() -> None:
 def test_every_wrong_option_is_told_at_once() -> None:
     said = faults(options={"max_num_seqs": 0, "port": 80, "dtype": "int8"})
     assert all(name in said for name in ("options.max_num_seqs", "options.port", "options.dtype"))
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [("Images.Example.com", None), ("a:0443", "a:443"), ("[2001:DB8:0::1]:80", "[2001:db8::1]:80"), ("10.0.0.5", None)],
+)
+def test_a_host_is_kept_in_the_form_in_which_urls_are_compared(given: str, found: str | None) -> None:
+    assert VllmOptions.model_validate({"media_hosts": [given]}).media_hosts == [found or given.lower()]
+
+
+@pytest.mark.parametrize(
+    "given", ["", "*", "*.example.com", "https://a", "a/b", "a:0", "a:65536", "a:", "[a]", "u@a", 5]
+)
+def test_what_is_no_host_is_named(given: object) -> None:
+    (fault,) = option_faults({"media_hosts": ["ok", given]})
+    assert fault.startswith("`options.media_hosts.1`: ")
 
 
 def test_a_step_holds_all_sequences() -> None:

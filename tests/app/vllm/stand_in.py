@@ -212,7 +212,7 @@ async def stand_ins(*names: str) -> AsyncIterator[dict[str, StandIn]]:
 def route_of(replicas: dict[str, StandIn], **fields: Any) -> DeploymentRoute:
     """The deployment ``m``, ready on these replicas."""
     routes = tuple(ReplicaRoute(name, f"unix:{one.path}", "") for name, one in replicas.items())
-    kind = VllmKind(fields.pop("adapters", {}), fields.pop("prefix_affinity", 0))
+    kind = VllmKind(fields.pop("adapters", {}), fields.pop("prefix_affinity", 0), fields.pop("media_hosts", ()))
     told: dict[str, Any] = {"timeout_s": 10.0, "kind": kind, **fields}
     return DeploymentRoute("m", State.READY, "", told.pop("signature", SIGNATURE), routes, **told)
 

@@ -11,6 +11,7 @@ from headwater_server.errors import BadRequest
 from headwater_server.lm.text_generate import GenerateRequest
 from headwater_server.telemetry.catalogue import Route
 from headwater_server.vllm.requests import MAX_SEQUENCES, from_generate, read_request
+from tests.app.vllm.pictures import png_url
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}
@@ -221,7 +222,7 @@ def test_several_prompts_with_several_answers_are_bounded() -> None:
     assert read_request("completions", {**TEXT, "prompt": [1] * 10_000, "n": 2})
 
 
-DATA = "data:image/png;base64,AAAA"
+DATA = png_url(2, 2)
 
 
 @pytest.mark.parametrize(
@@ -229,9 +230,14 @@ DATA = "data:image/png;base64,AAAA"
     [
         ("chat", {"type": "image_url", "image_url": {"url": "URL"}}, "messages[0].content[0].image_url.url"),
         ("chat", {"type": "image_url", "image_url": "URL"}, "messages[0].content[0].image_url"),
-        ("chat", {"type": "video_url", "video_url": {"url": "URL"}}, "messages[0].content[0].video_url.url"),
+        (
+            "chat",
+            {"type": "image_url", "image_url": {"url": "URL", "detail": None}},
+            "messages[0].content[0].image_url.url",
+        ),
         ("responses", {"type": "input_image", "image_url": "URL"}, "input[0].content[0].image_url"),
         ("responses", {"type": "input_file", "file_url": "URL"}, "input[0].content[0].file_url"),
+        ("chat", {"type": "file", "file": {"file_data": "URL"}}, "messages[0].content[0].file.file_data"),
     ],
 )
 def test_nothing_is_fetched(route: Route, where: Any, field: str) -> None:

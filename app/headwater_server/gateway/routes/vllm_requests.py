@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope
 from headwater_server.codecs.faults import read_json
 from headwater_server.errors import BadRequest, DeadlineExceeded
 from headwater_server.gateway.http.bodies import decoded
+from headwater_server.gateway.http.body_budget import take_for_objects
 from headwater_server.gateway.http.exchange import DisconnectWatch
 from headwater_server.gateway.http.replies import JSON, Reply
 from headwater_server.gateway.models import Models
@@ -71,8 +74,12 @@ async def answer_openai(
     """
     accept(scope, dispatcher.route.name, route)
     dispatcher.check_generates()
-    read: Callable[[bytes], dict[str, Any]] = _read_object
-    request = read_request(route, await decoded(read, raw, scope), refuses_unknown=refuses_unknown)
+
+    def read(raw: bytes) -> VllmRequest:
+        body: dict[str, Any] = read_json(raw, dict[str, Any])
+        return read_request(route, body, refuses_unknown=refuses_unknown, fetches=dispatcher.fetches_media)
+
+    request = await decoded(read, raw, scope)
     if request.ignored:
         note_ignored(scope, request.ignored)
 
@@ -80,10 +87,6 @@ async def answer_openai(
         return RelayedResponsesAnswer(count) if route == "responses" else ChunkAnswer(request, count)
 
     return await answer_relayed(models, scope, receive, dispatcher, request, form)
-
-
-def _read_object(raw: bytes) -> dict[str, Any]:
-    return read_json(raw, dict[str, Any])
 
 
 async def answer_relayed(
@@ -94,7 +97,8 @@ async def answer_relayed(
     request: VllmRequest,
     form: Callable[[TokenCount], RelayedAnswer],
 ) -> ASGIApp:
-    """Relay a request, and its answer whole or as events. If the client goes away, vLLM stops computing the request.
+    """Fetch what a request names by URLs, and relay the request, and its answer whole or as events. If the client goes
+    away, the fetch ends, and vLLM stops computing the request.
 
     Args:
         models: counts the open streams.
@@ -108,10 +112,12 @@ async def answer_relayed(
     """
     state = scope["state"]
     spend = _spending(state)
-    relay = _opened(state, dispatcher, request)
-    on_first = relay.trace.first_token if relay.trace is not None else None
-    answer = form(TokenCount(dispatcher.meter, spend, on_first))
+    began_s = asyncio.get_running_loop().time()
     with DisconnectWatch(scope, receive):
+        await dispatcher.fetch_media(request, partial(take_for_objects, scope))
+        relay = _opened(state, dispatcher, request, began_s)
+        on_first = relay.trace.first_token if relay.trace is not None else None
+        answer = form(TokenCount(dispatcher.meter, spend, on_first))
         if not request.streams:
             body = await relay.whole(answer)
             state["note"] = _note(answer.count)
@@ -189,8 +195,10 @@ def _spending(state: dict[str, Any]) -> Callable[[int], None] | None:
     return limits.spend_tokens
 
 
-def _opened(state: dict[str, Any], dispatcher: VllmDispatcher, request: VllmRequest) -> Relay:
-    return dispatcher.open(request, owned_id(state, state["request_id"]), state.get("key") or "")
+def _opened(
+    state: dict[str, Any], dispatcher: VllmDispatcher, request: VllmRequest, began_s: float | None = None
+) -> Relay:
+    return dispatcher.open(request, owned_id(state, state["request_id"]), state.get("key") or "", began_s)
 
 
 def _note(count: TokenCount) -> str:

@@ -25,6 +25,7 @@ from headwater_server.security.key_check import KeyRing
 from headwater_server.security.keys import Key
 from headwater_server.security.rate_limits import LimitFiles
 from tests.app.serving import connect, serving, until, until_closed
+from tests.app.vllm.pictures import data_url, png, png_url
 from tests.app.vllm.stand_in import (
     POOLING,
     Exchange,
@@ -248,6 +249,108 @@ async def test_tokens_count_for_the_keys_limit(tmp_path: Path) -> None:
         assert "tokens_per_minute" in answer.text
         (exchange,) = gateway.replica.exchanges
         assert len(exchange.body["cache_salt"]) == 64
+
+
+# Images and the like
+
+
+def chat(*urls: str, **more: Any) -> dict[str, Any]:
+    content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"model": "m", "messages": [{"role": "user", "content": content}], **more}
+
+
+@contextlib.asynccontextmanager
+async def picture_server(silent: bool = False) -> AsyncIterator[tuple[str, list[asyncio.StreamWriter]]]:
+    """A server on the loopback interface: its URL, and its connections. ``silent``: it never answers."""
+    open: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        open.append(writer)
+        await reader.readuntil(b"\r\n\r\n")
+        picture = png(4, 3)
+        if not silent:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(picture), picture))
+        await reader.read()
+        writer.close()
+        open.remove(writer)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/a.png?secret", open
+    server.close()
+    await until(lambda: not open)
+
+
+async def test_images_go_to_vllm() -> None:
+    async with vllm_gateway() as gateway:
+        gateway.replica.script = whole(completion("a"))
+        large = data_url(png(4, 3) + bytes(300_000))  # read in a thread
+        for url in (png_url(4, 3), large):
+            answer = await gateway.client.post("/v1/chat/completions", json=chat(url))
+            assert answer.status_code == 200, answer.text
+            assert gateway.replica.exchanges[-1].body["messages"] == chat(url)["messages"]
+        for url in (data_url(b"<svg/>" + bytes(300_000)), "https://host/a.png?secret"):
+            answer = await gateway.client.post("/v1/chat/completions", json=chat(url))
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "messages[0].content[0].image_url.url"
+            assert "secret" not in answer.text
+        assert len(gateway.replica.exchanges) == 2
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_an_image_is_fetched_for_vllm(streams: bool) -> None:
+    async with picture_server() as (url, _):
+        host = url.split("/")[2]
+        async with vllm_gateway(media_hosts=(host,)) as gateway:
+            if not streams:
+                gateway.replica.script = whole(completion("a"))
+            answer = await gateway.client.post("/v1/chat/completions", json=chat(url, stream=streams))
+            assert answer.status_code == 200, answer.text
+            (exchange,) = gateway.replica.exchanges
+            fetched = data_url(png(4, 3), "application/octet-stream")
+            assert exchange.body["messages"] == chat(fetched)["messages"]
+            item = {"role": "user", "content": [{"type": "input_image", "image_url": url}]}
+            gateway.replica.script = whole({"id": "resp_1", "usage": {"input_tokens": 2, "output_tokens": 1}})
+            await gateway.client.post("/v1/responses", json={"model": "m", "input": [item]})
+            (part,) = gateway.replica.exchanges[-1].body["input"][0]["content"]
+            assert part == {"type": "input_image", "image_url": fetched, "detail": "auto"}
+            answer = await gateway.client.post("/v1/chat/completions", json=chat(url, url.replace("127.0.0.1", "x")))
+            assert answer.json()["error"]["param"] == "messages[0].content[1].image_url.url"
+            assert "secret" not in answer.text
+
+
+async def test_a_fetch_ends_with_the_requests_deadline() -> None:
+    async with (
+        picture_server(silent=True) as (url, open),
+        vllm_gateway(media_hosts=(url.split("/")[2],)) as gateway,
+    ):
+        answer = await gateway.client.post("/v1/chat/completions", json=chat(url, timeout_s=0.1))
+        assert answer.status_code == 504
+        assert "the deadline of 0.1 s passed" in answer.text
+        await until(lambda: not open)
+        assert gateway.replica.exchanges == []
+
+
+async def test_the_time_of_a_fetch_counts_for_the_deadline() -> None:
+    async with picture_server() as (url, _), vllm_gateway(media_hosts=(url.split("/")[2],)) as gateway:
+        gateway.replica.script = hangs
+        began_s = asyncio.get_running_loop().time()
+        answer = await gateway.client.post("/v1/chat/completions", json=chat(url, timeout_s=0.3))
+        assert answer.status_code == 504
+        assert "the deadline of 0.3 s passed" in answer.text
+        assert asyncio.get_running_loop().time() - began_s >= 0.3
+
+
+async def test_a_client_that_goes_away_ends_its_fetch() -> None:
+    async with (
+        picture_server(silent=True) as (url, open),
+        vllm_gateway(media_hosts=(url.split("/")[2],)) as gateway,
+    ):
+        _, writer = await connect(gateway.port)
+        writer.write(head(chat(url), "/v1/chat/completions"))
+        await until(lambda: bool(open))
+        writer.transport.abort()
+        await until(lambda: not open)
+        assert gateway.replica.exchanges == []
 
 
 # Embeddings
