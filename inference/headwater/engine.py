@@ -115,6 +115,10 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     text: Annotated[str, Meta(max_length=MAX_GRAMMAR)]
     field: str
     """The request's field that the grammar comes from, for messages."""
+    before: Annotated[str, Meta(max_length=MAX_GRAMMAR)] = ""
+    """What an answer may have before the text that follows the grammar, such as the model's reasoning: a grammar in
+    Lark in which ``@answer`` stands for that text. Empty: nothing. Only requests to engines that support ``lark``
+    have it."""
 
 
 class SequenceRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

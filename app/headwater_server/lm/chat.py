@@ -20,9 +20,11 @@ from headwater_server.codecs.faults import at, shown
 from headwater_server.errors import HeadwaterError
 from headwater_server.lm.answer_grammar import ResponseFormat, checked_grammar
 from headwater_server.lm.call_grammar import call_grammar
+from headwater_server.lm.hidden_reasoning import HiddenReasoning
 from headwater_server.lm.openai_answer import OpenAIAnswer, shown_tokens
-from headwater_server.lm.reasoning_effort import Effort, template_effort
-from headwater_server.lm.sampling_fields import ONLY_TEXTS, Flag, StreamFields
+from headwater_server.lm.reasoning_fields import ReasoningFields, ReasoningWish, is_off, template_variables
+from headwater_server.lm.reasoning_plan import reasoning_plan
+from headwater_server.lm.sampling_fields import ONLY_TEXTS, Flag
 from headwater_server.lm.text.answer_parts import AnswerPart, CallPart, ReasoningPart
 from headwater_server.lm.text.answer_reader import AnswerReader, AnswerReading
 from headwater_server.lm.text.chat_messages import checked_messages
@@ -202,7 +204,7 @@ Verbosity: TypeAlias = Annotated[Literal["low", "medium", "high"], Meta(descript
 _ONLY_TEXT: Final = {"expected": '["text"]'}
 
 
-class ChatRequest(StreamFields, kw_only=True):
+class ChatRequest(ReasoningFields, kw_only=True):
     """The body of a request."""
 
     messages: Messages
@@ -230,7 +232,6 @@ class ChatRequest(StreamFields, kw_only=True):
     prediction: None = None
     prompt_cache_options: None = None
     prompt_cache_retention: Annotated[str | None, Meta(description="Without effect")] = None
-    reasoning_effort: Effort | None = None
     tool_choice: Annotated[Any, Meta(extra_json_schema=CHOICE_SCHEMA)] = None
     tools: Annotated[Any, Meta(extra_json_schema=TOOLS_SCHEMA)] = None
     verbosity: Verbosity | None = None
@@ -238,9 +239,12 @@ class ChatRequest(StreamFields, kw_only=True):
 
     def answer_form(self, plan: TextPlan, texts: TokenTexts) -> ChatAnswer:
         """The form of the answer to this request. `plan` and `texts` must come from this request and its model."""
+        reading = plan.reading
+        if reading is not None and not self.reasoning_wish().is_shown:
+            reading = HiddenReasoning(*reading)
         return ChatAnswer(
             self.model, len(plan.specs), texts, logprobs=bool(self.logprobs), includes_usage=self.includes_usage,
-            counts_usage=self.counts_usage, reading=plan.reading,
+            counts_usage=self.counts_usage, reading=reading,
         )  # fmt: skip
 
     def plan(
@@ -261,25 +265,26 @@ class ChatRequest(StreamFields, kw_only=True):
         grammar = checked_grammar(self.response_format, self.structured_outputs, limits, self.constraints)
         path, wanted = self._max_tokens()
         tools, use, grammar = self._tool_use(text, limits, grammar)
-        variables, ignored = self._variables(text)
+        wish = self.reasoning_wish()
+        variables, ignored = self._variables(text, wish)
         messages = checked_messages(self.messages, limits.context_length)
         rendered = text.chat_text(
             messages, variables, tools or None, add_generation_prompt=self.add_generation_prompt,
             continues=bool(self.continue_final_message),
         )  # fmt: skip
+        reasoning = reasoning_plan(text, limits, rendered, wish.budget, grammar, is_off=is_off(variables))
         reading = None
-        if use is not None or text.reasoning_format is not None:
-            # With a grammar the model can't write reasoning.
-            reading = AnswerReading(use, text.reasoning_format if grammar is None else None).after(rendered)
-        ids = text_ids(prompt, rendered, text.encode_chat, limits)
+        if use is not None or reasoning.format is not None:
+            reading = AnswerReading(use, reasoning.format).after(reasoning.prompt)
+        ids = text_ids(prompt, reasoning.prompt, text.encode_chat, limits)
         default = max(limits.cache_tokens // limits.max_sequences - len(ids), LEAST_CHAT_TOKENS)
         capped = wanted if caps_answer else None
         fixed = None if caps_answer else wanted
         prompts = [Prompt(ids, answer_tokens(prompt, path, ids, fixed, capped or default, limits))]
-        made = plan(prompts, self.n or 1, sampling, end, limits, self.timeout_s, grammar)
-        return made._replace(reading=reading, ignored=ignored)
+        made = plan(prompts, self.n or 1, sampling, end, limits, self.timeout_s, reasoning.grammar)
+        return made._replace(reading=reading, ignored=(*ignored, *reasoning.ignored))
 
-    def _variables(self, text: LanguageText) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def _variables(self, text: LanguageText, wish: ReasoningWish) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Further variables of the chat template, and the request's fields without effect.
 
         Raises:
@@ -287,10 +292,10 @@ class ChatRequest(StreamFields, kw_only=True):
         """
         variables: dict[str, Any] = {}
         ignored = ["verbosity"] if self.verbosity not in (None, "medium") else []
-        if self.reasoning_effort is not None and text.template is not None:
-            variables, is_honoured = template_effort(self.reasoning_effort, text.template.variables)
-            if not is_honoured:
-                ignored.append("reasoning_effort")
+        if text.template is not None:
+            can_reason = text.reasoning_format is not None
+            variables, without_effect = template_variables(wish, text.template, can_reason=can_reason)
+            ignored += without_effect
         ignored += unknown_fields(self.tools)
         return {**variables, **(checked_variables(self.chat_template_kwargs) or {})}, tuple(ignored)
 

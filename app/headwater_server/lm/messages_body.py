@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from headwater_server.lm.answer_grammar import Schema
-from headwater_server.lm.reasoning_effort import Effort
+from headwater_server.lm.reasoning_fields import Effort
 
 __all__ = [
     "AnswerFormat",

@@ -20,7 +20,7 @@ from headwater_server.codecs.faults import at, key_text, shown
 from headwater_server.errors import BadRequest
 from headwater_server.lm.answer_grammar import JsonSchemaFormat, ResponseFormat, Schema
 from headwater_server.lm.chat import ChatRequest, TemplateVariables, Verbosity
-from headwater_server.lm.reasoning_effort import Effort
+from headwater_server.lm.reasoning_fields import Effort
 from headwater_server.lm.renamed_fields import own_path, renamed
 from headwater_server.lm.response_tools import chat_tool, flat_name, offered_tools
 from headwater_server.lm.responses_answer import ResponsesAnswer

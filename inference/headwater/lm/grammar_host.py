@@ -159,10 +159,10 @@ def _compile(tokenizer: LLTokenizer, special: list[str], channel: socket.socket,
     grown = _Growth(COMPILE_BYTES)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides messages of the library when it aborts
     with open(file, encoding="utf-8") as source:
-        kind, text = json.load(source)
+        kind, text, before = json.load(source)
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
-        matcher, mask = compiled(tokenizer, special, kind, text)
+        matcher, mask = compiled(tokenizer, special, kind, text, before)
     except ValueError as error:
         channel.send(pack_reply(Reply(b"", False, str(error), 0)))
         return

@@ -103,13 +103,14 @@ class GrammarProcesses:
         if error := reply_of(packet).error:
             raise ReplicaError(f"llguidance can't read {tokenizer}: {error}")
 
-    def compile(self, kind: str, text: str, cpu_s: float, listener: Listener) -> GrammarProcess | None:
+    def compile(self, kind: str, text: str, before: str, cpu_s: float, listener: Listener) -> GrammarProcess | None:
         """Have a grammar compiled. Returns the compiler; None if its start fails at once, which the next `poll` also
         reports to the listener.
 
         Args:
             kind: `headwater.engine.Grammar.kind`.
             text: `headwater.engine.Grammar.text`.
+            before: `headwater.engine.Grammar.before`.
             cpu_s: the processor time that the compilation may take, in seconds.
             listener: receives the result.
         """
@@ -117,7 +118,7 @@ class GrammarProcesses:
             if self._host.channel not in self._channels:
                 self._host = self._start_host()
             with open(os.memfd_create("grammar"), "w+", encoding="utf-8") as file:
-                json.dump([kind, text], file)
+                json.dump([kind, text, before], file)
                 file.seek(0)
                 return self._start(self._host, listener, cpu_s, file.fileno())
         except OSError as error:

@@ -52,7 +52,9 @@ comment. An unterminated string or expression ends with its line, so that a sear
 refuses such a grammar."""
 
 
-def compiled(tokenizer: LLTokenizer, special: Sequence[str], kind: str, text: str) -> tuple[LLMatcher, bytes]:
+def compiled(
+    tokenizer: LLTokenizer, special: Sequence[str], kind: str, text: str, before: str = ""
+) -> tuple[LLMatcher, bytes]:
     """Compile a grammar, and compute which tokens an answer may begin with.
 
     Args:
@@ -60,6 +62,7 @@ def compiled(tokenizer: LLTokenizer, special: Sequence[str], kind: str, text: st
         special: the texts of the tokenizer's special tokens.
         kind: `headwater.engine.Grammar.kind`.
         text: `headwater.engine.Grammar.text`.
+        before: `headwater.engine.Grammar.before`.
 
     Returns:
         The grammar's state at the beginning of an answer, and the mask, a bit for each token of the vocabulary.
@@ -69,6 +72,8 @@ def compiled(tokenizer: LLTokenizer, special: Sequence[str], kind: str, text: st
     """
     try:
         source = _source(kind, text)
+        if before:
+            source = _after(before, source)
         if _writes_special(text, special):
             source = _unforced(source)
         matcher = LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
@@ -124,8 +129,19 @@ def _unforced(source: str) -> str:
     Without the option the library would tokenize such a text, read characters that spell a special token as that token,
     and then refuse the token because it stands for no text.
     """
-    grammars = json.loads(source)["grammars"] if source.startswith("{") else [{"lark_grammar": source}]
-    return json.dumps({"grammars": [*grammars, _NOT_FORCING]})
+    return json.dumps({"grammars": [*_grammars(source), _NOT_FORCING]})
+
+
+def _after(before: str, source: str) -> str:
+    """The grammar `before`, in which ``@answer`` stands for the grammar `source`."""
+    first, *others = _grammars(source)
+    return json.dumps({"grammars": [{"lark_grammar": before}, {**first, "name": "answer"}, *others]})
+
+
+def _grammars(source: str) -> list[dict[str, Any]]:
+    """The list of grammars of which `_source` consists."""
+    grammars: list[dict[str, Any]] = json.loads(source)["grammars"] if source.startswith("{") else []
+    return grammars or [{"lark_grammar": source}]
 
 
 def _with_options(lark: str) -> Iterator[str]:

@@ -60,6 +60,7 @@ class Compilation:
         self._grammars = grammars
         self.kind = grammar.kind
         self.text = grammar.text
+        self.before = grammar.before
         self.scope = scope
         """The cache scope of the first request with the grammar."""
         self.lane = 0
@@ -207,8 +208,9 @@ class Grammars:
         self._vocab_size = vocab_size
         self._processes = GrammarProcesses(tokenizer, vocab_size, self._eos_ids)
         self._queues = [CompileQueue[Compilation](lane) for lane in LANES]
-        self._compilations: OrderedDict[tuple[str, str], Compilation] = OrderedDict()
-        """Compilations that wait, run or have succeeded, by kind and text; the most recently used is last."""
+        self._compilations: OrderedDict[tuple[str, str, str], Compilation] = OrderedDict()
+        """Compilations that wait, run or have succeeded, by kind, text and `Grammar.before`; the most recently used is
+        last."""
         self._refused: OrderedDict[bytes, str] = OrderedDict()
         """Why grammars can't be compiled, by `_digest`; the last refused is last."""
         self._constraints: set[Constraint] = set()
@@ -225,7 +227,7 @@ class Grammars:
         Args:
             scope: the request's cache scope; scopes take turns.
         """
-        key = (grammar.kind, grammar.text)
+        key = (grammar.kind, grammar.text, grammar.before)
         compilation = self._compilations.get(key)
         if compilation is None:
             compilation = Compilation(self, grammar, scope)
@@ -352,7 +354,7 @@ class Grammars:
     def forget(self, compilation: Compilation) -> None:
         """Drop a grammar, so that the next sequence has it compiled again."""
         compilation.has_ended = True
-        key = (compilation.kind, compilation.text)
+        key = (compilation.kind, compilation.text, compilation.before)
         if self._compilations.get(key) is compilation:
             del self._compilations[key]
 
@@ -361,7 +363,7 @@ class Grammars:
             while (compilation := queue.take()) is not None:
                 compilation.is_running = True
                 compilation.process = self._processes.compile(
-                    compilation.kind, compilation.text, lane.cpu_s, compilation
+                    compilation.kind, compilation.text, compilation.before, lane.cpu_s, compilation
                 )
 
 
@@ -371,7 +373,8 @@ def refusal(grammar: Grammar, reason: str) -> str:
 
 
 def _digest(compilation: Compilation) -> bytes:
-    return hashlib.sha256(f"{compilation.kind} {compilation.text}".encode("utf-8", "surrogatepass")).digest()
+    key = f"{compilation.kind} {len(compilation.text)} {compilation.text} {compilation.before}"
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def _cause(status: int) -> str | None:

@@ -194,12 +194,15 @@ def test_some_templates_begin_the_reasoning_in_the_prompt() -> None:
 @pytest.mark.parametrize(
     "fields", [{"tool_choice": "required"}, {"response_format": {"type": "json_object"}}], ids=["required", "schema"]
 )
-def test_a_grammar_leaves_no_room_for_reasoning(fields: dict[str, Any]) -> None:
+def test_a_grammar_comes_after_the_reasoning(fields: dict[str, Any]) -> None:
     limits = msgspec.structs.replace(LIMITS, grammars=frozenset({"lark", "json_schema"}))
     body = {"model": "m", "messages": HELLO, "tools": TOOLS, **fields}
-    reading = ChatRequest.read(json.dumps(body).encode()).plan(tool_text("reasoning"), limits).reading
-    assert reading is not None
-    assert not reading.is_open
+    for variables in ({}, {"enable_thinking": False}):
+        request = ChatRequest.read(json.dumps({**body, "chat_template_kwargs": variables}).encode())
+        plan = request.plan(tool_text("reasoning"), limits)
+        assert plan.reading is not None
+        assert plan.specs[0].grammar is not None
+        assert plan.reading.is_open == bool(plan.specs[0].grammar.before) == (not variables)
 
 
 def test_a_model_whose_format_is_not_known_names_the_option() -> None:

@@ -63,7 +63,7 @@ TEMPLATES["reasoning"] = f"""{TEMPLATES["hermes"]}
 
 {{% endif %}}{{% endif %}}"""
 TEMPLATES["mistral_args"] = TEMPLATES["mistral"].replace("[TOOL_CALLS][", "[TOOL_CALLS][ARGS]")
-MARKS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"]
+MARKS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<think>", "</think>"]
 VOCAB_SIZE = 4104
 
 WEATHER: dict[str, Any] = {

@@ -62,6 +62,8 @@ class ChatTemplate:
         self._templates = {name: self._environment.compiled(name, source) for name, source in templates.items()}
         self.variables = frozenset[str]().union(*map(self._environment.variables, templates.values()))
         """The names that the templates read."""
+        self.words = frozenset[str]().union(*map(self._environment.words, templates.values()))
+        """The texts that the templates compare with, or assign."""
         self._knows_developers = any("developer" in source for source in templates.values())
         self._special_tokens = dict(special_tokens)
 

@@ -119,6 +119,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """The names that a template reads and doesn't set itself. Raises `jinja2.TemplateSyntaxError`."""
         return meta.find_undeclared_variables(self.parse(source))
 
+    def words(self, source: str) -> set[str]:
+        """The texts that a template's expressions mention. Raises `jinja2.TemplateSyntaxError`."""
+        return {node.value for node in self.parse(source).find_all(nodes.Const) if isinstance(node.value, str)}
+
     def compiled(self, name: str, source: str) -> jinja2.Template:
         """Compile a template, with counters for loops and output.
 

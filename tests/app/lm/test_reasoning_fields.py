@@ -9,9 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
+from headwater_server.errors import BadRequest
 from headwater_server.lm.chat import ChatRequest
-from headwater_server.lm.reasoning_effort import template_effort
+from headwater_server.lm.reasoning_fields import template_effort
 from headwater_server.lm.responses import ResponsesRequest
+from headwater_server.lm.text.answer_reader import reasoning_format
 from headwater_server.lm.text.chat_template import ChatTemplate
 from headwater_server.lm.text.language import LanguageText
 from headwater_server.lm.text_plan import TextPlan
@@ -50,6 +52,94 @@ def prompt(plan: TextPlan) -> str:
 )
 def test_an_effort_in_the_words_of_a_template(effort: str, variables: set[str], expected: Any) -> None:
     assert template_effort(effort, variables) == expected
+
+
+@pytest.mark.parametrize(
+    ("effort", "levels", "expected"),
+    [
+        ("none", {"none", "high"}, ("none", True)), ("low", {"none", "high"}, ("high", True)),
+        ("xhigh", {"low", "high", "max"}, ("high", True)), ("max", {"high", "max"}, ("max", True)),
+        ("minimal", {"low", "medium", "high"}, ("low", True)), ("none", {"low", "high"}, ("low", False)),
+        ("max", {"medium"}, ("high", True)),
+    ],
+)  # fmt: skip
+def test_an_effort_is_the_nearest_level_that_a_template_names(effort: str, levels: set[str], expected: Any) -> None:
+    values, is_honoured = template_effort(effort, {"reasoning_effort"}, levels)
+    assert (values["reasoning_effort"], is_honoured) == expected
+
+
+def shows(template: str, **fields: Any) -> tuple[str, tuple[str, ...]]:
+    """What a template is given, and the fields without effect."""
+    text = _with_template(template)
+    text.reasoning_format = reasoning_format(template)
+    request = ChatRequest.read(json.dumps({"model": "m", "messages": HELLO, **fields}).encode())
+    plan = request.plan(text, LIMITS)
+    return text.tokenizer.decode(plan.specs[0].prompt, skip_special_tokens=False), plan.ignored
+
+
+SWITCH = "<think>{{ enable_thinking }}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"enable_thinking": False}, "False"),
+        ({"thinking": {"type": "disabled"}}, "False"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 10**9}}, "True"),
+        ({"thinking": {"type": "adaptive"}}, ""),
+        ({"reasoning": {"enabled": False}}, "False"),
+        ({"reasoning": {"effort": "none"}}, "False"),
+        ({"reasoning": {"effort": "high"}}, "True"),
+        ({"reasoning": {}, "thinking": None}, ""),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "high"}, "False"),
+        ({"thinking": {"type": "enabled"}, "enable_thinking": True, "reasoning": {"enabled": True}}, "True"),
+        ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": "mine"}}, "mine"),
+    ],
+)
+def test_each_servers_switch_reaches_the_template(fields: dict[str, Any], expected: str) -> None:
+    assert shows(SWITCH, **fields) == (f"<think>{expected}", ())
+
+
+def test_further_variables_of_templates() -> None:
+    template = "{{ thinking_budget }} {{ clear_thinking }} {{ thinking }}"
+    thinking = {"type": "enabled", "budget_tokens": 512, "clear_thinking": False}
+    assert shows(template, thinking=thinking) == ("512 False True", ())
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"enable_thinking": False}, ("enable_thinking",)),
+        ({"thinking": {"type": "disabled"}}, ("thinking.type",)),
+        ({"thinking": {"type": "adaptive"}}, ()),
+        ({"reasoning": {"enabled": True, "effort": "low"}}, ("reasoning.effort", "reasoning.enabled")),
+        ({"thinking": {"type": "adaptive", "clear_thinking": True}}, ("thinking.clear_thinking",)),
+        ({"reasoning": {"max_tokens": 7}}, ("reasoning.max_tokens",)),
+        ({"include_reasoning": False}, ()),
+    ],
+)
+def test_what_a_model_without_reasoning_leaves_out_is_named(fields: dict[str, Any], ignored: tuple[str, ...]) -> None:
+    assert chat("hermes", **fields).ignored == ignored
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"enable_thinking": True, "thinking": {"type": "disabled"}},
+            "thinking.type: expected the same as enable_thinking, got true and false; leave one of them out",
+        ),
+        ({"thinking_budget": 1, "reasoning": {"max_tokens": 2}}, "reasoning.max_tokens: expected the same as thinking"),
+        ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, "reasoning.effort: expected the same as"),
+        ({"include_reasoning": True, "reasoning": {"exclude": True}}, "reasoning.exclude: expected the same as"),
+        ({"max_reasoning_tokens": -1}, "max_reasoning_tokens: expected"),
+        ({"thinking": {"type": "on"}}, "thinking.type: expected"),
+    ],
+)
+def test_fields_that_disagree_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        chat(**fields)
+    assert caught.value.message.startswith(message)
 
 
 def test_an_effort_reaches_the_template() -> None:
