@@ -91,7 +91,11 @@ class HeadSpec(msgspec.Struct, frozen=True):
     In a stream a head's failure ends only this head."""
 
 
-ToolParser: TypeAlias = Literal["hermes", "llama3", "mistral"]
+ToolParser: TypeAlias = Literal[
+    "harmony", "kimi-k3", "kimi-k2", "dsml", "deepseek-v3", "gemma4", "functiongemma", "hy-v3", "glm", "seed-oss",
+    "qwen-xml", "minimax-m2", "hermes", "mistral", "llama3", "llama4", "lfm2", "olmo3", "granite3", "phi4-mini",
+    "jamba", "hunyuan-a13b", "nemotron", "internlm2", "xlam",
+]  # fmt: skip
 """The formats in which language models write tool calls; `headwater_server.lm.text.tool_calls` reads them."""
 
 

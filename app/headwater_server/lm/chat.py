@@ -273,9 +273,12 @@ class ChatRequest(ReasoningFields, kw_only=True):
             continues=bool(self.continue_final_message),
         )  # fmt: skip
         reasoning = reasoning_plan(text, limits, rendered, wish.budget, grammar, is_off=is_off(variables))
+        format = reasoning.format
+        if use is not None and text.reasoning_format is None and grammar is None:
+            format = text.tool_reasoning
         reading = None
-        if use is not None or reasoning.format is not None:
-            reading = AnswerReading(use, reasoning.format).after(reasoning.prompt)
+        if use is not None or format is not None:
+            reading = AnswerReading(use, format).with_tokens(text.tokenizer.texts.added_id).after(reasoning.prompt)
         ids = text_ids(prompt, reasoning.prompt, text.encode_chat, limits)
         default = max(limits.cache_tokens // limits.max_sequences - len(ids), LEAST_CHAT_TOKENS)
         capped = wanted if caps_answer else None
@@ -326,12 +329,14 @@ class ChatRequest(ReasoningFields, kw_only=True):
         if grammar is not None and (grammar.kind != "json_schema" or "lark" not in limits.grammars):
             raise at(grammar.field, None, "this model does not support it with tools; leave one of them out")
         is_single = choice.is_single or self.parallel_tool_calls is False
+        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
+        schemas = {name: schemas[name] for name in choice.names}
         if choice.is_required or grammar is not None:
             callable_ = {n: tool for n, tool in enumerate(tools) if tool["function"]["name"] in choice.names}
             content = None if choice.is_required else grammar
             special_id = text.tokenizer.texts.special_id
             grammar = call_grammar(text.tool_format, callable_, special_id, is_single=is_single, content=content)
-        return tools, ToolUse(text.tool_format, choice.names, choice.is_required, is_single), grammar
+        return tools, ToolUse(text.tool_format, schemas, choice.is_required, is_single), grammar
 
     def _logprobs(self) -> int | None:
         """The value of `Sampling.logprobs` that the request asks for.

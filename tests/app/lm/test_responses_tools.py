@@ -17,7 +17,7 @@ from headwater.lm.grammars import KINDS
 from headwater_server.errors import ReplicaLost
 from headwater_server.lm.responses import ResponsesRequest
 from headwater_server.lm.responses_answer import ResponsesAnswer
-from headwater_server.lm.text.answer_reader import AnswerReading
+from headwater_server.lm.text.answer_reader import REASONING, AnswerReading
 from headwater_server.lm.text.tool_calls import FORMATS, ToolUse
 from headwater_server.lm.text_stream import TextPiece, Usage
 from tests.app.lm.response_events import data, said, told
@@ -36,13 +36,13 @@ from tests.app.lm.tool_text import ARGUMENTS, CALL, PIECES, TOOLS, tool_text
 pytestmark = pytest.mark.heavy
 FLAT: Any = [{"type": "function", "strict": False, **tool["function"]} for tool in TOOLS]
 """The tools as this API has them."""
-NAMES = frozenset({"weather", "clock"})
+NAMES: dict[str, Any] = {"weather": {}, "clock": {}}
 USAGE = Usage(1, 1)
 
 
 def events_of(answer: str, cuts: Sequence[int], finish: str, use: ToolUse) -> list[dict[str, Any]]:
     """The events of an answer that comes in pieces which end there."""
-    form = ResponsesAnswer({"model": "m"}, tiny_text().tokenizer.texts, AnswerReading(use))
+    form = ResponsesAnswer({"model": "m"}, tiny_text().tokenizer.texts, AnswerReading(use, REASONING["think"]))
     events = form.begin()
     for begin, end in zip([0, *cuts], [*cuts, len(answer)], strict=True):
         events += form.piece(0, TextPiece(answer[begin:end], (), finish if end == len(answer) else None))
@@ -50,7 +50,7 @@ def events_of(answer: str, cuts: Sequence[int], finish: str, use: ToolUse) -> li
 
 
 def whole_of(answer: str, finish: str, use: ToolUse) -> Any:
-    form = ResponsesAnswer({"model": "m"}, tiny_text().tokenizer.texts, AnswerReading(use))
+    form = ResponsesAnswer({"model": "m"}, tiny_text().tokenizer.texts, AnswerReading(use, REASONING["think"]))
     return json.loads(form.whole([TextPiece(answer, (), finish)], USAGE))
 
 
@@ -77,7 +77,7 @@ def test_a_stream_says_the_same_as_a_whole_answer(
         (f"{CALL} Wait.", "stop", [("function_call", ARGUMENTS, "completed"), ("message", " Wait.", "completed")]),
         (f"{CALL}\nAnd", "length", [("function_call", ARGUMENTS, "completed"), ("message", "\nAnd", "incomplete")]),
         (f"{CALL}<tool_c", "length", [("function_call", ARGUMENTS, "completed"), ("message", "<tool_c", "incomplete")]),
-        (f"<think>{CALL}</think>", "stop", [("message", f"<think>{CALL}</think>", "completed")]),
+        (f"<think>{CALL}</think>", "stop", [("message", "", "completed")]),
         ("", "stop", [("message", "", "completed")]),
         ("\n", "length", [("message", "\n", "incomplete")]),
     ],

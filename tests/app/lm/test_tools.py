@@ -237,7 +237,7 @@ def deltas(events: list[bytes]) -> tuple[str, list[dict[str, Any]], list[Any], s
 def test_a_stream_says_the_same_as_a_whole_answer(
     answer: str, size: int, finish: str, is_constrained: bool, logprobs: bool
 ) -> None:
-    use = ToolUse(FORMATS["hermes"], frozenset({"weather", "clock"}), is_constrained=is_constrained)
+    use = ToolUse(FORMATS["hermes"], {"weather": {}, "clock": {}}, is_constrained=is_constrained)
     make = partial(ChatAnswer, "m", 1, tiny_text().tokenizer.texts, logprobs=logprobs, reading=AnswerReading(use))
     entry = TokenLogprob(5, -1.0, (), 0)
     cuts = [
@@ -310,24 +310,32 @@ def test_a_malformed_call_is_content(gateway: Gateway) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
 
 
-@pytest.mark.parametrize("ending", ["</think>", ""])
 @pytest.mark.parametrize(("template", "opening"), [("hermes", "<think>"), ("reasoning", "")])
 def test_a_call_that_is_only_thought_of_is_not_made(
-    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, template: str, opening: str, ending: str
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, template: str, opening: str
 ) -> None:
     monkeypatch.setattr(gateway.tiny, "language_text", lambda: tool_text(template))
-    text = f"{opening}Shall I?\n{CALL}\nNo.{ending}"
+    thought = f"Shall I?\n{CALL}\nNo."
+    for chunk, ending, calls in ((1, "", 0), (100, "", 0), (1, f"\n{CALL}", 1), (100, "\nIt rains.", 0)):
+        gateway.says(text=f"{opening}{thought}</think>{ending}", chunk=chunk)
+        (choice,) = gateway.chat(tools=TOOLS).choices
+        content = None if calls else ending.strip()
+        assert (choice.message.content, len(choice.message.tool_calls or [])) == (content, calls)
+        extra = choice.message.model_extra or {}
+        assert extra["reasoning_content"] == extra["reasoning"] == thought
+        parts = [chunk.choices[0].delta for chunk in gateway.chunks(tools=TOOLS)]
+        assert "".join(getattr(part, "reasoning_content", None) or "" for part in parts) == thought
+        assert "".join(part.content or "" for part in parts) == ("" if calls else ending.strip())
+
+
+def test_a_call_in_reasoning_without_an_end_is_made(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway.tiny, "language_text", lambda: tool_text("reasoning"))
     for chunk in (1, 100):
-        gateway.says(text=text, chunk=chunk)
+        gateway.says(text=f"I shall.\n{CALL}", chunk=chunk)
         (choice,) = gateway.chat(tools=TOOLS).choices
-        assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, "stop")
-        chunks = gateway.chunks(tools=TOOLS)
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
-        assert not any(chunk.choices[0].delta.tool_calls for chunk in chunks)
-    if ending:
-        gateway.says(text=f"{text}\n{CALL}")
-        (choice,) = gateway.chat(tools=TOOLS).choices
-        assert (choice.message.content, len(choice.message.tool_calls or [])) == (text, 1)
+        assert choice.message.content is None
+        assert (choice.message.model_extra or {})["reasoning_content"] == "I shall."
+        assert (choice.finish_reason, len(choice.message.tool_calls or [])) == ("tool_calls", 1)
 
 
 def test_with_none_a_call_is_content(gateway: Gateway) -> None:

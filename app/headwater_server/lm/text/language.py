@@ -9,7 +9,7 @@ from typing import Any
 from headwater.engine import Sampling
 from headwater.signature import ToolParser
 from headwater_server.codecs.faults import at
-from headwater_server.lm.text.answer_reader import reasoning_format
+from headwater_server.lm.text.answer_reader import REASONING, reasoning_format
 from headwater_server.lm.text.chat_template import ChatTemplate
 from headwater_server.lm.text.tokenizer import Tokenizer
 from headwater_server.lm.text.tool_calls import call_format
@@ -44,6 +44,8 @@ class LanguageText:
         """The format of the model's tool calls; `None` if it isn't known."""
         self.reasoning_format = reasoning_format("\n".join(templates.values()))
         """The format of the model's reasoning; `None` if the model writes no reasoning in a known format."""
+        self.tool_reasoning = self.reasoning_format or REASONING["think"]
+        """The format of reasoning in answers that may have calls, since a call that is only thought of isn't made."""
 
     def encode_text(self, text: str, field: str = "prompt") -> list[int]:
         """The token ids of a text, with the special tokens that the model wants around it.
