@@ -23,12 +23,12 @@ from headwater_server.gateway.http.replies import Reply, error_reply, internal_e
 from headwater_server.gateway.models import Models
 from headwater_server.gateway.openapi.openapi_schema import openapi_schema
 from headwater_server.gateway.routes import classify, cohere, embeddings, pooling, rerank, tei
+from headwater_server.gateway.routes.conversations import CountTokensEndpoint, MessagesEndpoint
 from headwater_server.gateway.routes.editors import editor_routes
 from headwater_server.gateway.routes.generate import GenerateEndpoint
 from headwater_server.gateway.routes.infer import InferEndpoint
 from headwater_server.gateway.routes.invocations import InvocationsEndpoint
 from headwater_server.gateway.routes.mapped import MappedEndpoint
-from headwater_server.gateway.routes.messages import CountTokensEndpoint, MessagesEndpoint
 from headwater_server.gateway.routes.metadata import health_routes, metadata_routes
 from headwater_server.gateway.routes.model_cards import model_card_routes
 from headwater_server.gateway.routes.pages import docs_routes, page_routes

@@ -108,7 +108,7 @@ class MessagesAnswer(PartsAnswer):
     def _text(self, kind: str, text: str) -> list[Event]:
         """Add text to the last block if it is of this kind, or else begin a block. Returns the events for it."""
         events = []
-        if not self._blocks or self._blocks[-1].kind != kind:
+        if not self._blocks or self._blocks[-1].type_name != kind:
             events = self._open(_ContentBlock(len(self._blocks), kind))
         return [*events, *self._blocks[-1].add(text)]
 
@@ -126,7 +126,7 @@ class MessagesAnswer(PartsAnswer):
         """End the last block. Returns the events for it."""
         block = self._blocks[-1]
         events = []
-        if block.kind == "thinking":
+        if block.type_name == "thinking":
             signature = {"type": "signature_delta", "signature": _SIGNATURE}
             events.append(_event("content_block_delta", index=block.index, delta=signature))
         return [*events, _event("content_block_stop", index=block.index)]
@@ -139,7 +139,7 @@ class MessagesAnswer(PartsAnswer):
             is_full = usage.completion_tokens < self._max_tokens
             reason = "model_context_window_exceeded" if is_full else "max_tokens"
         else:
-            reason = "tool_use" if any(block.kind == "tool_use" for block in self._blocks) else "end_turn"
+            reason = "tool_use" if any(block.type_name == "tool_use" for block in self._blocks) else "end_turn"
         return {"stop_reason": reason, "stop_sequence": self._stop}
 
 
@@ -154,7 +154,7 @@ class _ContentBlock:
 
     def __init__(self, index: int, kind: str, id: str = "", name: str = "") -> None:
         self.index = index
-        self.kind = kind
+        self.type_name = kind
         self._about = {"type": kind, "id": id, "name": name} if kind == "tool_use" else {"type": kind}
         self._texts: list[str] = []
         delta = '{{"type":"content_block_delta","index":{},"delta":{{"type":"{}","{}":'
@@ -169,15 +169,15 @@ class _ContentBlock:
 
     def opening(self) -> dict[str, Any]:
         """The block in the event that begins it."""
-        if self.kind == "thinking":
+        if self.type_name == "thinking":
             return {**self._about, "thinking": "", "signature": ""}
-        return {**self._about, **({"input": {}} if self.kind == "tool_use" else {"text": ""})}
+        return {**self._about, **({"input": {}} if self.type_name == "tool_use" else {"text": ""})}
 
     @property
     def is_whole(self) -> bool:
         """Whether the block isn't a call with an input that is no JSON object, as after a cut."""
         try:
-            return self.kind != "tool_use" or _object.decode("".join(self._texts) or "{}") is not None
+            return self.type_name != "tool_use" or _object.decode("".join(self._texts) or "{}") is not None
         except PARSE_ERRORS:
             return False
 
@@ -188,9 +188,9 @@ class _ContentBlock:
             CallableFailed: the input of a call is no JSON object.
         """
         text = "".join(self._texts)
-        if self.kind == "text":
+        if self.type_name == "text":
             return {**self._about, "text": text}
-        if self.kind == "thinking":
+        if self.type_name == "thinking":
             return {**self._about, "thinking": text, "signature": _SIGNATURE}
         if not self.is_whole:
             name = key_text(self._about["name"])

@@ -80,7 +80,9 @@ class ToolUseBlock(msgspec.Struct, tag="tool_use"):
 
     id: str
     name: str
-    input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})] = msgspec.Raw(b"null")
+    input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})] = msgspec.field(
+        default_factory=lambda: msgspec.Raw(b"null")
+    )
 
 
 class ToolResultBlock(msgspec.Struct, tag="tool_result"):

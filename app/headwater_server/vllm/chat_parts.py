@@ -17,45 +17,45 @@ from headwater_server.vllm.answers import LOST, RelayedAnswer, RelayedError, Rel
 __all__ = ["PartsRelay"]
 
 
-class _Function(msgspec.Struct):
+class _RelayedFunction(msgspec.Struct):
     name: str | None = None
     arguments: str | None = None
 
 
-class _Call(msgspec.Struct):
-    function: _Function = msgspec.field(default_factory=_Function)
+class _ChatCall(msgspec.Struct):
+    function: _RelayedFunction = msgspec.field(default_factory=_RelayedFunction)
     index: int | None = None
     """The call's index in its answer. Only the events of a stream have it."""
     id: str | None = None
 
 
-class _ChatText(msgspec.Struct):
+class _RelayedText(msgspec.Struct):
     """A message, or the next part of a message."""
 
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
     """The name of ``reasoning`` in older versions of vLLM."""
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[_ChatCall] | None = None
 
 
-class _ChatChoice(msgspec.Struct):
-    message: _ChatText = msgspec.field(default_factory=_ChatText)
-    delta: _ChatText = msgspec.field(default_factory=_ChatText)
+class _RelayedChatChoice(msgspec.Struct):
+    message: _RelayedText = msgspec.field(default_factory=_RelayedText)
+    delta: _RelayedText = msgspec.field(default_factory=_RelayedText)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """The stop string, or the id of the token, that ended the text."""
 
 
-class _ChatAnswer(msgspec.Struct):
+class _RelayedChat(msgspec.Struct):
     """A whole answer, or an event of a stream."""
 
-    choices: list[_ChatChoice] = []
+    choices: list[_RelayedChatChoice] = []
     usage: RelayedUsage | None = None
     error: RelayedError | None = None
 
 
-_answers: Final = msgspec.json.Decoder(_ChatAnswer)
+_answers: Final = msgspec.json.Decoder(_RelayedChat)
 
 
 class PartsRelay(RelayedAnswer):
@@ -101,7 +101,7 @@ class PartsRelay(RelayedAnswer):
         return self._form.end(self.count.usage, error)
 
 
-def _parts(text: _ChatText) -> Iterator[AnswerPart]:
+def _parts(text: _RelayedText) -> Iterator[AnswerPart]:
     if reasoning := text.reasoning or text.reasoning_content:
         yield ReasoningPart(reasoning)
     if text.content:
@@ -114,7 +114,7 @@ def _parts(text: _ChatText) -> Iterator[AnswerPart]:
             yield CallPart(number, "", call.function.arguments)
 
 
-def _finish(choice: _ChatChoice) -> str | None:
+def _finish(choice: _RelayedChatChoice) -> str | None:
     """Why the answer ends: as `PartsAnswer.add` has it.
 
     Raises:
@@ -125,5 +125,5 @@ def _finish(choice: _ChatChoice) -> str | None:
     return choice.finish_reason if choice.finish_reason in (None, "length") else "stop"
 
 
-def _stop(choice: _ChatChoice) -> str | None:
+def _stop(choice: _RelayedChatChoice) -> str | None:
     return choice.stop_reason if isinstance(choice.stop_reason, str) else None

@@ -18,8 +18,8 @@ from headwater_server.lm.text_stream import Usage
 from tests.app.lm.message_events import message_of
 
 USAGE = Usage(10, 7, 4)
-CALL = [CallPart(0, "f", "", "c1"), CallPart(0, "", '{"a": '), CallPart(0, "", "1}")]
-BOTH = [ReasoningPart("Hm"), ReasoningPart("."), "So", ".", *CALL, CallPart(1, "g", "", "c2")]
+CALL: list[AnswerPart] = [CallPart(0, "f", "", "c1"), CallPart(0, "", '{"a": '), CallPart(0, "", "1}")]
+BOTH: list[AnswerPart] = [ReasoningPart("Hm"), ReasoningPart("."), "So", ".", *CALL, CallPart(1, "g", "", "c2")]
 
 
 def answer(max_tokens: int = 99, **options: bool) -> MessagesAnswer:
@@ -123,7 +123,7 @@ def test_why_an_answer_ends(
 
 
 def test_thinking_can_be_hidden() -> None:
-    parts = [ReasoningPart("secret"), "So."]
+    parts: list[AnswerPart] = [ReasoningPart("secret"), "So."]
     expected = [{"type": "thinking", "thinking": "", "signature": "headwater"}, {"type": "text", "text": "So."}]
     assert whole(parts, hides_thinking=True)["content"] == expected
     events = streamed([parts], hides_thinking=True)
@@ -138,7 +138,7 @@ def test_an_answer_without_anything_has_an_empty_text() -> None:
 
 
 def test_a_call_that_the_limit_has_cut_is_left_out() -> None:
-    cut = [*CALL, CallPart(1, "g", "", "c2"), CallPart(1, "", '{"a')]
+    cut: list[AnswerPart] = [*CALL, CallPart(1, "g", "", "c2"), CallPart(1, "", '{"a')]
     message = whole(cut, "length", max_tokens=7)
     assert [block["id"] for block in message["content"]] == ["c1"]
     assert message["stop_reason"] == "max_tokens"

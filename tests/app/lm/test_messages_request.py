@@ -15,7 +15,7 @@ import pytest
 from headwater_server.errors import BadRequest, ContextTooLong, ThreadUnsupported
 from headwater_server.lm.chat import ChatRequest
 from headwater_server.lm.known_fields import read_known
-from headwater_server.lm.messages import CountTokensRequest, MessagesRequest
+from headwater_server.lm.messages_request import CountTokensRequest, MessagesRequest
 from headwater_server.lm.text.language import LanguageText
 from headwater_server.lm.text_plan import TextPlan
 from tests.app.lm.scripted import LIMITS
@@ -329,7 +329,7 @@ def test_an_answer_longer_than_the_context_is_capped_and_a_longer_prompt_refused
 
 
 def test_labels_and_further_fields_are_taken() -> None:
-    fields = {
+    fields: dict[str, Any] = {
         "metadata": {"user_id": "u"}, "service_tier": "auto", "context_management": {"edits": []},
         "cache_control": {"type": "ephemeral"}, "container": None, "mcp_servers": [], "thread": None,
     }  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 from headwater_server.errors import BadRequest, ThreadUnsupported
 from headwater_server.lm.chat import ChatRequest
 from headwater_server.lm.known_fields import read_known
-from headwater_server.lm.messages import CountTokensRequest, MessagesRequest
+from headwater_server.lm.messages_request import CountTokensRequest, MessagesRequest
 from headwater_server.lm.responses import ResponsesRequest
 from headwater_server.vllm.requests import read_request
 from tests.app.lm.scripted import LIMITS

@@ -154,6 +154,8 @@ TABLE: dict[tuple[str, str], tuple[str, ...]] = {
     ("POST", "/v1/chat/completions"): ("infer",),
     ("POST", "/v1/completions"): ("infer",),
     ("POST", "/v1/responses"): ("infer",),
+    ("POST", "/v1/messages"): ("infer",),
+    ("POST", "/v1/messages/count_tokens"): ("infer",),
     ("POST", "/v1/embeddings"): ("infer",),
     ("POST", "/v1/embed"): ("infer",),
     ("POST", "/v2/embed"): ("infer",),

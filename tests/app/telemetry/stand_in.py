@@ -26,6 +26,8 @@ OF_TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
     "completions": ("/v1/completions", {"prompt": "x"}),
     "responses": ("/v1/responses", {"input": "x"}),
+    "messages": ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}),
+    "count_tokens": ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]}),
     "embeddings": ("/v1/embeddings", {"input": "x"}),
     "tokenize": ("/tokenize", {"prompt": "x"}),
     "detokenize": ("/detokenize", {"tokens": [1]}),

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from headwater_server.gateway.http.replies import OPENAI_PATHS
+from headwater_server.gateway.http.replies import ANTHROPIC_PATH, OPENAI_PATHS
 from headwater_server.gateway.models import Models, ServedModel
 from headwater_server.gateway.openapi.operations import (
     EVENTS,
@@ -136,6 +136,7 @@ def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool)
         paths[path] = {"post": described}
     for path, by_method in paths.items():
         kind = "OpenAIError" if path.startswith(OPENAI_PATHS) else "Error"
+        kind = "AnthropicError" if path.startswith(ANTHROPIC_PATH) else kind
         for method, described in by_method.items():
             responses = described["responses"]
             responses.pop("422", None)
@@ -151,6 +152,9 @@ def openapi_schema(generated: dict[str, Any], models: Models, *, has_keys: bool)
         "schemas": {
             **components,
             "Error": object_schema({"error": STRING}),
+            "AnthropicError": object_schema(
+                {"type": STRING, "error": object_schema({"type": STRING, "message": STRING}), "request_id": STRING}
+            ),
             "OpenAIError": object_schema({"error": object_schema(_OPENAI_ERROR, "param", "code")}),
         },
         **({"securitySchemes": _SCHEMES} if has_keys else {}),

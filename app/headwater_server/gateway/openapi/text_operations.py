@@ -29,6 +29,7 @@ from headwater_server.gateway.routes.rerank import RerankRequest
 from headwater_server.gateway.routes.transcriptions import FORMATS
 from headwater_server.lm.chat import ChatRequest
 from headwater_server.lm.completion import CompletionRequest
+from headwater_server.lm.messages_request import CountTokensRequest, MessagesRequest
 from headwater_server.lm.responses import ResponsesRequest
 from headwater_server.lm.text_generate import GenerateRequest
 from headwater_server.lm.tokenize_body import DetokenizeRequest, TokenizeRequest
@@ -70,8 +71,8 @@ _COMPATIBLE: Final[list[tuple[str, str, str, str, dict[str, Any]]]] = [
 def body_schemas() -> tuple[dict[str, Any], dict[str, Any]]:
     """The bodies' schemas by the structs' names, and the components that the schemas refer to."""
     kinds = (
-        ChatRequest, ClassifyRequest, CohereEmbedRequest, CompletionRequest, DetokenizeRequest, EmbeddingsRequest,
-        GenerateRequest, PoolingRequest, RerankRequest, ResponsesRequest, ScoreRequest, TokenizeRequest,
+        ChatRequest, ClassifyRequest, CohereEmbedRequest, CompletionRequest, CountTokensRequest, DetokenizeRequest,
+        EmbeddingsRequest, GenerateRequest, MessagesRequest, PoolingRequest, RerankRequest, ResponsesRequest, ScoreRequest, TokenizeRequest,
         tei.EmbedTextsRequest, tei.PredictRequest, tei.RerankTextsRequest, tei.SimilarityRequest,
     )  # fmt: skip
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
@@ -153,6 +154,16 @@ def shared_paths(
         paths["/v1/responses"] = _responses_operation(
             of_both("ResponsesRequest", "responses", "input"),
             {"model": text_models[0], "input": messages[0]["content"], "max_output_tokens": 64},
+        )
+        paths["/v1/messages"] = _messages_operation(
+            _body(schemas["MessagesRequest"], text_models, messages=messages, max_tokens=64)
+        )
+        paths["/v1/messages/count_tokens"] = operation(
+            "anthropic",
+            "count_tokens",
+            "Count the tokens of a prompt, as Anthropic's API does",
+            _body(schemas["CountTokensRequest"], text_models, messages=messages),
+            response("Their number", {JSON: object_schema({"input_tokens": INTEGER})}),
         )
     if language_models:
         strings = {"type": ["array", "null"], "items": {"type": ["string", "null"]}}
@@ -317,17 +328,39 @@ def _responses_operation(schema: dict[str, Any], example: dict[str, Any]) -> dic
     return _answered_in_two_ways("responses", summary, {"schema": schema, "example": example}, answer, end)
 
 
+def _messages_operation(body: dict[str, Any]) -> dict[str, Any]:
+    block = object_schema({"type": {"type": "string", "enum": ["text", "thinking", "tool_use"]}})
+    names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
+    reasons = ["end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"]
+    about = dict.fromkeys(("id", "type", "role", "model"), STRING)
+    answer = {
+        **about,
+        "content": {"type": "array", "items": block},
+        "stop_reason": {"type": "string", "enum": reasons},
+        "stop_sequence": {"type": ["string", "null"]},
+        "usage": object_schema(dict.fromkeys(names, INTEGER)),
+    }
+    summary, end = "Answer, as Anthropic's API for messages does", "of which the last is `message_stop` or `error`"
+    return _answered_in_two_ways("messages", summary, body, object_schema(answer), end, "anthropic", "AnthropicError")
+
+
 def _answered_in_two_ways(
-    name: str, summary: str, body: dict[str, Any], answer: dict[str, Any], end: str
+    name: str,
+    summary: str,
+    body: dict[str, Any],
+    answer: dict[str, Any],
+    end: str,
+    tag: str = "openai",
+    error: str = "OpenAIError",
 ) -> dict[str, Any]:
     """An operation that answers whole, or with a stream; ``end`` describes the stream's end."""
     return operation(
-        "openai",
+        tag,
         name,
         summary,
         body,
         response(f"The answer; with `stream`, server-sent events, {end}", {JSON: answer, EVENTS: STRING}),
-        error_response(_CANCELLED, "OpenAIError"),
+        error_response(_CANCELLED, error),
         description="A field that is null counts as absent. A feature that the model lacks is refused by its field.",
     )
 

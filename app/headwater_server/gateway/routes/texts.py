@@ -27,7 +27,7 @@ from headwater_server.lm.chat import ChatRequest
 from headwater_server.lm.completion import CompletionRequest
 from headwater_server.lm.known_fields import read_known
 from headwater_server.lm.language_model import LmDispatcher
-from headwater_server.lm.messages import MessagesRequest
+from headwater_server.lm.messages_request import MessagesRequest
 from headwater_server.lm.openai_answer import AnswerForm, Event
 from headwater_server.lm.responses import ResponsesRequest
 from headwater_server.lm.text_generate import GenerateRequest

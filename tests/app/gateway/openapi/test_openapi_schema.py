@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from headwater.model import Classification, Embedding, Reranking, Transcription
 from headwater.signature import Signature, TensorSpec
 from headwater_server.control.routing import DeploymentRoute, State
-from headwater_server.gateway.http.replies import OPENAI_PATHS
+from headwater_server.gateway.http.replies import ANTHROPIC_PATH, OPENAI_PATHS
 from headwater_server.gateway.models import Models
 from headwater_server.gateway.openapi.openapi_schema import openapi_schema
 from tests.app.lm.stand_in import route_of
@@ -55,6 +55,7 @@ def test_every_route_is_described_with_its_404(
 ) -> None:
     described = operations[method, path.replace(":path", "")]["responses"]["404"]
     kind = "OpenAIError" if path.startswith(OPENAI_PATHS) else "Error"
+    kind = "AnthropicError" if path.startswith(ANTHROPIC_PATH) else kind
     assert described["content"] == {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind}"}}}
     scope: Any = (TABLE[method, path] or ("infer",))[0]
     answer = gateway.ask(method, filled(path), bearer(KEYS[scope]), b"{}")

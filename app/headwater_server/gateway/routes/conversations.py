@@ -20,8 +20,8 @@ from headwater_server.gateway.routes.texts import answer_text, client_of
 from headwater_server.gateway.routes.vllm_requests import answer_relayed, asked_model, tokenized
 from headwater_server.lm.known_fields import read_known
 from headwater_server.lm.language_model import LmDispatcher
-from headwater_server.lm.messages import ChatForm, CountTokensRequest, MessagesRequest
 from headwater_server.lm.messages_history import SYSTEM_PROBE, keeps_later_system
+from headwater_server.lm.messages_request import ChatForm, CountTokensRequest, MessagesRequest
 from headwater_server.lm.renamed_fields import renamed
 from headwater_server.lm.text_pool import TextPool
 from headwater_server.lm.tokenize_body import MAX_TOKENS
