@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -251,3 +252,24 @@ async def test_a_schema_that_cannot_be_followed_is_a_fault_of_the_tools(model: t
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "tools"
         assert answer.json()["error"]["message"].startswith("tools: expected ")
+
+
+EXPRESSIONS = [r"\*\*\* Add File: [a-z]{1,9}\.py\n(?:\+[ -~]{0,5}\n){1,3}", r'"[a-z\\]{2,6}"', "é|🙂|漢"]
+
+
+async def test_a_custom_tools_regular_expression_holds_where_it_must_be_called(model: tuple[Path, Engine]) -> None:
+    folder, engine = model
+    choices: list[Any] = ["required", {"type": "custom", "name": "patch"}, "required"]
+    async with app_with_engine(engine, folder) as (ask, _dispatcher):
+        for seed, (expression, choice) in enumerate(zip(EXPRESSIONS, choices, strict=True)):
+            format = {"type": "grammar", "syntax": "regex", "definition": expression}
+            tool = {"type": "custom", "name": "patch", "description": "Edits a file", "format": format}
+            body: dict[str, Any] = {"model": "lm", "input": "hi", "tools": [tool], "parallel_tool_calls": False}
+            whole = await ask("/v1/responses", **body, tool_choice=choice, seed=seed, max_output_tokens=300)
+            assert whole.status_code == 200, whole.text
+            assert "headwater-ignored" not in whole.headers
+            ((kind, name, text, status),) = said(whole.json())
+            assert (kind, name, status) == ("custom_tool_call", "patch", "completed")
+            assert re.fullmatch(expression, text), text
+        free = await ask("/v1/responses", **body, max_output_tokens=4)
+        assert free.headers["headwater-ignored"] == "tools[0].format"

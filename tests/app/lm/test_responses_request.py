@@ -137,7 +137,7 @@ def test_what_asks_for_nothing_is_taken() -> None:
         ({"tools": [FLAT]}, "tools: this model's chat template has no known format of tool calls; leave"),
         ({"tool_choice": "required"}, "tool_choice: expected it with tools to choose from; set tools, or leave it out"),
         ({"tool_choice": "any"}, "tool_choice: expected 'none', 'auto', 'required' or an object that names a function"),
-        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type: expected 'function', got 'web_search'"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type: expected 'function' or 'custom', since this"),
         (
             {"tools": [FLAT], "tool_choice": {"type": "function", "name": "f"}},
             "tool_choice.name: expected one of the functions in tools (weather), got 'f'",

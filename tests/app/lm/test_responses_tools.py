@@ -204,7 +204,7 @@ def test_a_failure_after_a_call_keeps_it(gateway: Gateway) -> None:
 
 
 def test_tools_that_this_server_does_not_run_are_left_out_unless_one_must_be_called(gateway: Gateway) -> None:
-    for kind in ("web_search", "file_search", "code_interpreter", "mcp", "custom"):
+    for kind in ("web_search", "file_search", "code_interpreter", "mcp", "tool_search"):
         tools: Any = [*FLAT, {"type": kind}]
         gateway.says(text=CALL)
         raw = gateway.client.responses.with_raw_response.create(model="tiny", input="hi", tools=tools)
@@ -227,7 +227,7 @@ def test_the_header_has_a_bounded_length(gateway: Gateway) -> None:
 
 
 def test_a_function_in_a_namespace(gateway: Gateway) -> None:
-    space: Any = {"type": "namespace", "name": "mcp__sky", "description": "x", "tools": [FLAT[0], {"type": "custom"}]}
+    space: Any = {"type": "namespace", "name": "mcp__sky", "description": "x", "tools": [FLAT[0], {"type": "shell"}]}
     call = CALL.replace('"weather"', '"mcp__sky__weather"')
     gateway.says(text=call)
     body = {"model": "tiny", "input": "hi", "tools": [FLAT[1], space]}
