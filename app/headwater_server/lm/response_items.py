@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import orjson
 
-from headwater_server.lm.response_tools import CUSTOM_INPUT, ToolName
+from headwater_server.lm.response_tools import ToolName
 
 __all__ = ["CARRIED", "CallItem", "CustomCallItem", "FunctionCallItem", "ItemEvents", "Message", "ReasoningItem"]
 
@@ -25,13 +25,13 @@ ItemEvents: TypeAlias = Sequence[tuple[str, _Fields]]
 
 CARRIED: Final = "headwater:"
 """The beginning of ``encrypted_content`` that this server makes: the reasoning's text follows, unencrypted."""
-_OPENING: Final = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
+_OPENING: Final = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _MAX_OPENING: Final = 100
 """Maximum number of characters before the value of a custom tool's parameter."""
 _MAX_ESCAPE: Final = 12
 """Length of a pair of surrogates as escapes."""
 _CHARACTERS: Final = re.compile(
-    r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
+    r'(?:[^"\\]|\\["\\/bfnrt]|\\u(?:[0-9a-cefA-CEF][0-9a-fA-F]|[dD][0-7])[0-9a-fA-F]{2}'
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*"
 )
 """Whole characters within a JSON string; a pair of surrogates is a character."""

@@ -1,7 +1,6 @@
-"""Relays vLLM's answers: counts tokens and, except in ``/v1/responses``, removes fields that clients don't get.
+"""Relays vLLM's answers: counts tokens, and removes fields that clients don't get.
 
-An answer of vLLM is either whole or a stream of server-sent events. A stream ends with the event ``[DONE]``; in
-``/v1/responses``, with an event that has the whole response.
+An answer of vLLM is either whole or a stream of server-sent events, which ends with the event ``[DONE]``.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ __all__ = [
     "GenerateRelay",
     "RelayedAnswer",
     "RelayedError",
-    "RelayedResponsesAnswer",
     "RelayedUsage",
     "TokenCount",
     "Tokenized",
@@ -72,12 +70,6 @@ class RelayedUsage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int | None = 0
     prompt_tokens_details: _Details | None = None
-
-
-class _ResponseUsage(msgspec.Struct):
-    input_tokens: int = 0
-    output_tokens: int = 0
-    input_tokens_details: _Details | None = None
 
 
 class RelayedError(msgspec.Struct, frozen=True):
@@ -134,15 +126,6 @@ class _WholeTexts(msgspec.Struct):
     usage: RelayedUsage | None = None
 
 
-class _Response(msgspec.Struct):
-    usage: _ResponseUsage | None = None
-
-
-class _ResponseEvent(msgspec.Struct):
-    response: _Response | None = None
-    error: RelayedError | None = None
-
-
 class _Embedding(msgspec.Struct):
     index: int
     embedding: msgspec.Raw
@@ -170,10 +153,8 @@ _wholes: Final = msgspec.json.Decoder(_Whole)
 _whole_texts: Final = msgspec.json.Decoder(_WholeTexts)
 _usages: Final = msgspec.json.Decoder(RelayedUsage | None)
 _texts: Final = msgspec.json.Decoder(list[_TextChoice])
-_responses: Final = msgspec.json.Decoder(_Response)
 _embeddings: Final = msgspec.json.Decoder(_Embeddings)
 _tokenized: Final = msgspec.json.Decoder(Tokenized)
-_response_events: Final = msgspec.json.Decoder(_ResponseEvent)
 _refusals: Final = msgspec.json.Decoder(_RelayedRefusal)
 
 
@@ -442,45 +423,6 @@ class GenerateRelay(RelayedAnswer):
 
     def end(self, error: HeadwaterError | None) -> Sequence[Event]:
         return self._form.end(self.count.usage, error)
-
-
-class RelayedResponsesAnswer(RelayedAnswer):
-    """An answer of ``/v1/responses``, which is relayed unchanged. Each event with a name that ends with ``.delta``
-    counts as a token; the last event has the number of tokens."""
-
-    def __init__(self, count: TokenCount) -> None:
-        self.count = count
-        self._tokens = 0
-        """Number of events that count as a token."""
-
-    def whole(self, body: bytes) -> bytes:
-        self._count(_responses.decode(body))
-        return body
-
-    def events(self, name: bytes, data: bytes) -> Sequence[Event]:
-        if name.endswith(b".delta"):
-            self._tokens += 1
-            self.count.choice(0, self._tokens)
-        else:
-            event = _response_events.decode(data)
-            if event.error is not None:
-                raise failure(event.error)
-            if event.response is not None:
-                self._count(event.response)
-        return ((name, data),)
-
-    def end(self, error: HeadwaterError | None) -> Sequence[Event]:
-        if error is None:
-            return ()
-        about = openai_error(error)["error"]
-        assert isinstance(about, dict)
-        return [(b"error", orjson.dumps({"type": "error", **about, "sequence_number": self._tokens}))]
-
-    def _count(self, response: _Response) -> None:
-        usage = response.usage
-        if usage is not None:
-            cached = usage.input_tokens_details.cached_tokens if usage.input_tokens_details is not None else 0
-            self.count.total(usage.input_tokens, usage.output_tokens, cached or 0, 1)
 
 
 class EmbeddingsAnswer(WholeAnswer):

@@ -32,8 +32,6 @@ R = TypeVar("R")
 
 TRIES = 2
 """Maximum number of times that a request is sent: see `Relay`."""
-_ENDS = {b"response.completed", b"response.incomplete", b"response.failed"}
-"""The last events of ``/v1/responses``."""
 
 
 @dataclass(slots=True, eq=False)
@@ -166,9 +164,6 @@ class Relay:
                             has_begun = True
                             for client_event in client_events:
                                 yield client_event
-                            if name in _ENDS:
-                                answer.count.end()
-                                return
                     raise ReplicaLost(LOST, retry_after_s=RETRY_AFTER_LOST_S)
                 except HeadwaterError as error:
                     if not self._is_sent_again(error, may_be=tries > 0 and not has_begun):

@@ -26,7 +26,6 @@ __all__ = ["PATHS", "VllmRequest", "fields_of", "from_generate", "read_request",
 PATHS: Final[dict[Route, str]] = {
     "chat": "/v1/chat/completions",
     "completions": "/v1/completions",
-    "responses": "/v1/responses",
     "embeddings": "/v1/embeddings",
     "tokenize": "/tokenize",
 }
@@ -50,13 +49,6 @@ _FIELDS: Final[dict[Route, set[str]]] = {
         "continue_final_message",
     },
     "completions": _SAMPLING | {"prompt", "suffix", "echo"},
-    "responses": {
-        "input", "instructions", "max_output_tokens", "temperature", "top_p", "top_k", "top_logprobs", "include",
-        "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "truncation", "structured_outputs",
-        "presence_penalty", "frequency_penalty", "repetition_penalty", "include_reasoning", "max_tool_calls", "min_p",
-        "seed", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "chat_template_kwargs", "skip_special_tokens",
-        "include_stop_str_in_output", *CONSTRAINTS,
-    },
 }  # fmt: skip
 _LABELS: Final = {
     "client_metadata", "metadata", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -101,8 +93,8 @@ class VllmRequest(NamedTuple):
     request is sent."""
 
     def encoded(self, cache_scope: str) -> bytes:
-        """The body that vLLM gets, in JSON. It asks vLLM to count the tokens in every event of a stream of chat or
-        completions, whether or not the client asked for that.
+        """The body that vLLM gets, in JSON. It asks vLLM to count the tokens in every event of a stream,
+        whether or not the client asked for that.
 
         Args:
             cache_scope: scope of the prefix cache. Only requests with the same scope share cached prefixes; so do
@@ -116,9 +108,7 @@ class VllmRequest(NamedTuple):
             cache_scope = ""
         elif self.route != "embeddings":
             body["stream"] = self.streams
-        if self.route == "responses":
-            body["store"] = False
-        elif self.streams:
+        if self.streams:
             body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         if cache_scope:
             body["cache_salt"] = hashlib.sha256(cache_scope.encode()).hexdigest()
@@ -136,7 +126,7 @@ class VllmRequest(NamedTuple):
     def prompt(self) -> bytes:
         """The parts of the prompt as JSON, in the order in which they are computed. `PrefixAffinity` compares requests
         by the prefixes of this text."""
-        parts = [self.body.get(name) for name in ("tools", "instructions", "messages", "prompt", "input")]
+        parts = [self.body.get(name) for name in ("tools", "messages", "prompt")]
         return msgspec.json.encode([part for part in parts if part is not None])
 
 
@@ -150,7 +140,7 @@ def fields_of(route: Route) -> list[str]:
 def read_request(
     route: Route, body: dict[str, Any], *, refuses_unknown: bool = False, fetches: bool = False
 ) -> VllmRequest:
-    """Check the fields of a request of chat, completions or responses.
+    """Check the fields of a request of chat or completions.
 
     Args:
         route: the route.
@@ -203,8 +193,6 @@ def read_request(
     media = Media(fetches=fetches)
     if route == "chat" and "messages" in kept:
         kept["messages"] = media.read("messages", kept["messages"])
-    if route == "responses" and "input" in kept:
-        kept["input"] = media.read("input", kept["input"])
     if not isinstance(options, dict):
         raise at("stream_options", None, f"expected an object, got {shown(options)}")
     for name in sorted(options.keys() - _STREAM_OPTIONS):
@@ -290,15 +278,14 @@ def tokenize_request(chat: dict[str, Any]) -> VllmRequest:
 
 
 def _with_parameters(tool: object) -> object:
-    """A tool of a chat or responses request. Adds an empty parameter schema to a function that declares no
+    """A tool of a chat request. Adds an empty parameter schema to a function that declares no
     parameters."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         return tool
-    function = tool.get("function", tool)
+    function = tool.get("function")
     if not isinstance(function, dict) or "name" not in function or function.get("parameters") is not None:
         return tool
-    function = {**function, "parameters": NO_PARAMETERS}
-    return {**tool, "function": function} if "function" in tool else function
+    return {**tool, "function": {**function, "parameters": NO_PARAMETERS}}
 
 
 def _check_prompts(prompt: object, n: int) -> None:

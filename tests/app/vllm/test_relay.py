@@ -22,9 +22,8 @@ from headwater_server.errors import (
 )
 from headwater_server.lm.text_generate import GenerateAnswer
 from headwater_server.telemetry.recorder import recorder
-from headwater_server.vllm.answers import ChunkAnswer, GenerateRelay, RelayedAnswer, RelayedResponsesAnswer, TokenCount
+from headwater_server.vllm.answers import ChunkAnswer, GenerateRelay, RelayedAnswer, TokenCount
 from headwater_server.vllm.relay import Relay
-from headwater_server.vllm.requests import read_request
 from tests.app.dispatch.stand_in import pass_time
 from tests.app.serving import until
 from tests.app.vllm.stand_in import (
@@ -354,35 +353,3 @@ async def test_a_request_that_is_over_is_freed_without_the_garbage_collector() -
                 assert gone() is None, script
     finally:
         gc.enable()
-
-
-# Responses
-
-
-async def test_a_stream_of_responses_ends_with_its_last_event() -> None:
-    async with benched() as bench:
-        bench.replica.script = says(
-            ({"response": {}}, "response.created"),
-            ({"delta": "a"}, "response.output_text.delta"),
-            ({"response": {"usage": {"input_tokens": 3, "output_tokens": 1}}}, "response.completed"),
-            done=False,
-        )
-        asked = read_request("responses", {"model": "m", "input": "x", "stream": True})
-        answer = RelayedResponsesAnswer(TokenCount(recorder().language_model("m")))
-        relay = bench.dispatcher.open(asked, "id")
-        names = [event[0] async for event in relay.events(answer)]
-        assert names == [b"response.created", b"response.output_text.delta", b"response.completed"]
-        assert answer.count.usage == (3, 1, 0)
-        assert bench.exchanges[0].path == "/v1/responses"
-        assert "stream_options" not in bench.exchanges[0].body
-
-
-async def test_a_stream_of_responses_without_its_last_event_is_lost() -> None:
-    async with benched("a", "b") as bench:
-        for one in bench.replicas.values():
-            one.script = says(({"response": {}}, "response.created"), done=False)
-        relay = bench.dispatcher.open(read_request("responses", {"model": "m", "input": "x", "stream": True}), "id")
-        with pytest.raises(ReplicaLost):
-            async for _ in relay.events(RelayedResponsesAnswer(TokenCount(recorder().language_model("m")))):
-                pass
-        assert len(bench.exchanges) == 1

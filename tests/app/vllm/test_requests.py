@@ -15,8 +15,7 @@ from tests.app.vllm.pictures import png_url
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}
-INPUT: dict[str, Any] = {"model": "m", "input": "x"}
-BODIES: dict[Route, dict[str, Any]] = {"chat": CHAT, "completions": TEXT, "responses": INPUT}
+BODIES: dict[Route, dict[str, Any]] = {"chat": CHAT, "completions": TEXT}
 
 
 def sent(route: Route, scope: str = "", **fields: Any) -> dict[str, Any]:
@@ -36,8 +35,6 @@ def fault(route: Route, **fields: Any) -> BadRequest:
     [
         ("chat", "temprature", "`temperature`"),
         ("completions", "max_token", "`max_tokens`"),
-        ("responses", "max_output_token", "`max_output_tokens`"),
-        ("responses", "messages", ""),
         ("chat", "prompt_logprobs", ""),
         ("completions", "prompt_embeds", ""),
         ("chat", "kv_transfer_params", ""),
@@ -71,9 +68,8 @@ def test_a_tool_without_parameters_takes_no_arguments() -> None:
     own = {"name": "own", "parameters": {"type": "object"}}
     chat = sent("chat", tools=[{"type": "function", "function": function} for function in ({"name": "bare"}, own)])
     assert [tool["function"] for tool in chat["tools"]] == [{"name": "bare", "parameters": none}, own]
-    flat = [{"type": "function", "name": "bare", "parameters": None}, {"type": "function", **own}, {"type": "x"}, 1]
-    response = sent("responses", tools=flat)
-    assert response["tools"] == [{"type": "function", "name": "bare", "parameters": none}, *flat[1:]]
+    others = [{"type": "x"}, 1]
+    assert sent("chat", tools=others)["tools"] == others
 
 
 def test_known_fields_go_on_as_they_are() -> None:
@@ -101,11 +97,7 @@ def test_labels_are_taken_and_not_sent() -> None:
 @pytest.mark.parametrize(
     ("route", "fields", "word"),
     [
-        ("responses", {"store": True}, "keeps no answers"),
         ("chat", {"store": True}, "keeps no answers"),
-        ("responses", {"background": True}, "later"),
-        ("responses", {"previous_response_id": "resp_1"}, "send the conversation so far"),
-        ("responses", {"conversation": {"id": "c"}}, "send the conversation so far"),
         ("chat", {"functions": [{}]}, "not supported"),
         ("chat", {"audio": {"voice": "x"}}, "not supported"),
         ("chat", {"modalities": ["text", "audio"]}, '["text"]'),
@@ -209,10 +201,6 @@ def test_streams_are_always_counted_and_the_clients_wish_is_kept() -> None:
         assert read.counts_usage == (options in (counted, alone))
 
 
-def test_responses_are_never_stored_and_have_no_stream_options() -> None:
-    assert sent("responses", stream=True) == {"stream": True, "store": False}
-
-
 def test_several_prompts_with_several_answers_are_bounded() -> None:
     few = {"prompt": ["x"] * (MAX_SEQUENCES // 2), "n": 2}
     assert read_request("completions", {**TEXT, **few}).body["n"] == 2
@@ -235,15 +223,13 @@ DATA = png_url(2, 2)
             {"type": "image_url", "image_url": {"url": "URL", "detail": None}},
             "messages[0].content[0].image_url.url",
         ),
-        ("responses", {"type": "input_image", "image_url": "URL"}, "input[0].content[0].image_url"),
-        ("responses", {"type": "input_file", "file_url": "URL"}, "input[0].content[0].file_url"),
         ("chat", {"type": "file", "file": {"file_data": "URL"}}, "messages[0].content[0].file.file_data"),
     ],
 )
 def test_nothing_is_fetched(route: Route, where: Any, field: str) -> None:
     def told(url: str) -> dict[str, Any]:
         part = orjson.loads(orjson.dumps(where).replace(b"URL", url.encode()))
-        return {"messages" if route == "chat" else "input": [{"role": "user", "content": [part]}]}
+        return {"messages": [{"role": "user", "content": [part]}]}
 
     read_request(route, {**BODIES[route], **told(DATA)})
     for url in ("http://x/y.png", "file:///etc/passwd", "//x"):

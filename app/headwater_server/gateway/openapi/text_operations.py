@@ -72,7 +72,8 @@ def body_schemas() -> tuple[dict[str, Any], dict[str, Any]]:
     """The bodies' schemas by the structs' names, and the components that the schemas refer to."""
     kinds = (
         ChatRequest, ClassifyRequest, CohereEmbedRequest, CompletionRequest, CountTokensRequest, DetokenizeRequest,
-        EmbeddingsRequest, GenerateRequest, MessagesRequest, PoolingRequest, RerankRequest, ResponsesRequest, ScoreRequest, TokenizeRequest,
+        EmbeddingsRequest, GenerateRequest, MessagesRequest, PoolingRequest, RerankRequest, ResponsesRequest,
+        ScoreRequest, TokenizeRequest,
         tei.EmbedTextsRequest, tei.PredictRequest, tei.RerankTextsRequest, tei.SimilarityRequest,
     )  # fmt: skip
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
@@ -152,7 +153,7 @@ def shared_paths(
             {"text": STRING},
         )
         paths["/v1/responses"] = _responses_operation(
-            of_both("ResponsesRequest", "responses", "input"),
+            of_models(schemas["ResponsesRequest"], text_models),
             {"model": text_models[0], "input": messages[0]["content"], "max_output_tokens": 64},
         )
         paths["/v1/messages"] = _messages_operation(

@@ -22,7 +22,7 @@ from headwater_server.gateway.http.replies import JSON, Reply, json_reply
 from headwater_server.gateway.models import Models
 from headwater_server.gateway.routes.ignored_fields import note_ignored
 from headwater_server.gateway.routes.streams import open_stream
-from headwater_server.gateway.routes.vllm_requests import answer_openai, asked_model
+from headwater_server.gateway.routes.vllm_requests import answer_openai, answer_responses, asked_model
 from headwater_server.lm.chat import ChatRequest
 from headwater_server.lm.completion import CompletionRequest
 from headwater_server.lm.known_fields import read_known
@@ -226,6 +226,8 @@ class OpenAITextEndpoint(BodyEndpoint):
         """See `BodyEndpoint.answer_body`."""
         route = _ROUTES[self._kind]
         relaying = asked_model(self._models, raw)
+        if relaying is not None and self._kind is ResponsesRequest:
+            return await answer_responses(self._models, scope, receive, relaying, self._read_responses, raw)
         if relaying is not None:
             return await answer_openai(
                 self._models, scope, receive, relaying, route, raw, refuses_unknown=self._refuses_unknown
@@ -240,6 +242,11 @@ class OpenAITextEndpoint(BodyEndpoint):
             self._models, scope, receive, dispatcher, request, request.answer_form, pool=self._pool,
             size_bytes=len(raw), streams=bool(request.stream),
         )  # fmt: skip
+
+    def _read_responses(self, raw: bytes) -> tuple[ResponsesRequest, tuple[str, ...]]:
+        if self._refuses_unknown:
+            return ResponsesRequest.read(raw), ()
+        return read_known(raw, ResponsesRequest)
 
     def _read(self, raw: bytes) -> tuple[_OpenAIRequest, tuple[str, ...]]:
         if not self._refuses_unknown:

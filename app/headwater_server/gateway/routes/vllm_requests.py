@@ -20,6 +20,7 @@ from headwater_server.gateway.http.replies import JSON, Reply
 from headwater_server.gateway.models import Models
 from headwater_server.gateway.routes.ignored_fields import note_ignored
 from headwater_server.gateway.routes.streams import open_stream
+from headwater_server.lm.responses import ResponsesForm, ResponsesRequest
 from headwater_server.security.key_check import owned_id
 from headwater_server.security.rate_limits import KeyLimits
 from headwater_server.telemetry.catalogue import Route
@@ -28,16 +29,17 @@ from headwater_server.vllm.answers import (
     ChunkAnswer,
     EmbeddingsAnswer,
     RelayedAnswer,
-    RelayedResponsesAnswer,
     TokenCount,
     Tokenized,
     TokenizedAnswer,
 )
+from headwater_server.vllm.chat_parts import PartsRelay
 from headwater_server.vllm.relay import Relay
+from headwater_server.vllm.relayed_responses import client_error, from_responses
 from headwater_server.vllm.requests import VllmRequest, read_request
 from headwater_server.vllm.vllm_model import VllmDispatcher
 
-__all__ = ["answer_embeddings", "answer_openai", "answer_relayed", "asked_model", "tokenized"]
+__all__ = ["answer_embeddings", "answer_openai", "answer_relayed", "answer_responses", "asked_model", "tokenized"]
 
 
 class _Asked(msgspec.Struct):
@@ -67,7 +69,7 @@ async def answer_openai(
     *,
     refuses_unknown: bool,
 ) -> ASGIApp:
-    """Answer a request of one of OpenAI's text routes, or open its stream. ``refuses_unknown``: see `read_request`.
+    """Answer a request of chat or completions, or open its stream. ``refuses_unknown``: see `read_request`.
 
     Raises:
         HeadwaterError: the request can't be answered.
@@ -83,10 +85,40 @@ async def answer_openai(
     if request.ignored:
         note_ignored(scope, request.ignored)
 
-    def form(count: TokenCount) -> RelayedAnswer:
-        return RelayedResponsesAnswer(count) if route == "responses" else ChunkAnswer(request, count)
+    return await answer_relayed(models, scope, receive, dispatcher, request, lambda count: ChunkAnswer(request, count))
 
-    return await answer_relayed(models, scope, receive, dispatcher, request, form)
+
+async def answer_responses(
+    models: Models,
+    scope: Scope,
+    receive: Receive,
+    dispatcher: VllmDispatcher,
+    read: Callable[[bytes], tuple[ResponsesRequest, tuple[str, ...]]],
+    raw: bytes,
+) -> ASGIApp:
+    """Answer a request of ``/v1/responses``, or open its stream. ``read`` decodes it, and returns the paths of its
+    unknown fields, too.
+
+    Raises:
+        HeadwaterError: the request can't be answered.
+    """
+    accept(scope, dispatcher.route.name, "responses")
+    dispatcher.check_generates()
+
+    def converted(raw: bytes) -> tuple[ResponsesRequest, tuple[str, ...], VllmRequest, ResponsesForm]:
+        request, ignored = read(raw)
+        return request, ignored, *from_responses(request, fetches=dispatcher.fetches_media)
+
+    request, ignored, relayed, form = await decoded(converted, raw, scope)
+    if ignored or relayed.ignored:
+        note_ignored(scope, (*ignored, *relayed.ignored))
+    answer = request.relayed_answer
+    try:
+        return await answer_relayed(
+            models, scope, receive, dispatcher, relayed, lambda count: PartsRelay(answer(), count)
+        )
+    except BadRequest as error:
+        raise client_error(error, form) from None
 
 
 async def answer_relayed(

@@ -105,17 +105,12 @@ async def test_whole_answers_of_each_route() -> None:
         answer = await gateway.post("/v2/models/m/generate", text_input="x")
         assert answer.json()["text_output"] == "a"
         assert [one.path for one in gateway.replica.exchanges] == ["/v1/completions"] * 2
-        response = {"id": "resp_1", "usage": {"input_tokens": 2, "output_tokens": 1}}
-        gateway.replica.script = whole(response)
-        answer = await gateway.client.post("/v1/responses", json={"model": "m", "input": "x"})
-        assert answer.json() == response
-        assert gateway.replica.exchanges[-1].path == "/v1/responses"
         await gateway.client.post("/v1/chat/completions", json={"model": "m", "messages": []})
         assert gateway.replica.exchanges[-1].path == "/v1/chat/completions"
         for body, path in (({"messages": []}, "/v1/chat/completions"), ({"prompt": "x"}, "/v1/completions")):
             await gateway.client.post("/invocations", json={"model": "m", **body})
             assert gateway.replica.exchanges[-1].path == path
-        assert counts_of("m").total("headwater_generated_tokens") == 5
+        assert counts_of("m").total("headwater_generated_tokens") == 10
 
 
 async def test_streams_of_each_route() -> None:
@@ -126,12 +121,32 @@ async def test_streams_of_each_route() -> None:
         *pieces, last = await gateway.events("/v2/models/m/generate_stream", text_input="x")
         assert [json.loads(one[6:])["text_output"] for one in pieces] == ["a", "b"]
         assert json.loads(last[6:])["final"] is True
-        gateway.replica.script = says(({"response": {}}, "response.created"), ({"response": {}}, "response.completed"),
-                                      done=False)  # fmt: skip
-        answer = await gateway.client.post("/v1/responses", json={"model": "m", "input": "x", "stream": True})
-        assert [one.split("\n")[0] for one in answer.text.removesuffix("\n\n").split("\n\n")] == [
-            "event: response.created", "event: response.completed",
-        ]  # fmt: skip
+
+
+def chat_answer(content: str) -> dict[str, Any]:
+    message = {"role": "assistant", "content": content}
+    counted = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    return {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": counted}
+
+
+async def test_responses_are_vllms_chats() -> None:
+    body = {"model": "m", "input": "x", "tools": [{"type": "web_search"}], "repetition": 1}
+    async with vllm_gateway() as gateway:
+        gateway.replica.script = whole(chat_answer("Yes."))
+        answer = await gateway.client.post("/v1/responses", json=body)
+        assert answer.json()["output"][0]["content"][0]["text"] == "Yes."
+        assert answer.headers["headwater-ignored"] == "repetition, tools[0]"
+        assert gateway.replica.exchanges[-1].path == "/v1/chat/completions"
+        pieces = [{"choices": [{"index": 0, "delta": {"content": text}}]} for text in ("Ye", "s.")]
+        end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
+        gateway.replica.script = says(*pieces, end)
+        answer = await gateway.client.post("/v1/responses", json={**body, "stream": True})
+        names = [block.split("\n")[0] for block in answer.text.removesuffix("\n\n").split("\n\n")]
+        assert (names[0], names[-1]) == ("event: response.created", "event: response.incomplete")
+        assert names.count("event: response.output_text.delta") == 2
+        gateway.replica.script = whole(error("wrong", 400, "max_completion_tokens"), 400)
+        answer = await gateway.client.post("/v1/responses", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_output_tokens")
 
 
 @pytest.mark.parametrize("streams", [False, True])
