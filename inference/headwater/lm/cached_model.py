@@ -17,7 +17,7 @@ from headwater.lm.batch_invariance import INVARIANT, make_invariant
 from headwater.lm.decode_graphs import DecodeGraphs, StepInputs, recorder_of
 from headwater.lm.rotary import switches_of
 from headwater.lm.slot_cache import AttentionMask, SlotCache, StepMask
-from headwater.lm.transformers_parts import attention_of
+from headwater.lm.transformers_parts import attention_of, first_logits
 from headwater.runtime.failure_log import text_of
 
 __all__ = ["CachedModel"]
@@ -79,6 +79,10 @@ class CachedModel:
         self._model = model
         self._config = config
         self._mask = StepMask(config, model.dtype, self.device)
+        if "past_key_values" not in inspect.signature(model.forward).parameters:
+            raise ReplicaError(
+                f"model: expected keys and values in transformers' cache; {type(model).__name__} has none"
+            )
         self._rows = torch.arange(max_sequences, device=self.device)
         recorder = recorder_of(self.device) if cuda_graphs and not batch_invariant else None
         self._graphs = None if recorder is None else DecodeGraphs(self._step, recorder, self.device)
@@ -256,9 +260,12 @@ class CachedModel:
         return expected, logits
 
     def _alone(self, probe: _Probe) -> Tensor:
-        """Logits [1, vocab] after a prompt's last token."""
+        """Logits [1, vocab] after a prompt's last token; of a prompt at the context's beginning, as transformers'
+        `generate` computes them."""
         positions = probe.first + torch.arange(len(probe.ids), device=self.device)
         ids = torch.tensor([probe.ids], device=self.device)
+        if not probe.first:
+            return first_logits(self._model, ids)
         logits: Tensor = self._model(ids, position_ids=positions[None], use_cache=False).logits
         return logits[:, -1]
 

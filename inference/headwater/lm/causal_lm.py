@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from headwater.errors import ReplicaError
+from headwater.lm.transformers_parts import auto_class
 from headwater.lm.weight_files import report_fault
 from headwater.runtime.failure_log import text_of
 from headwater.tuning import turn_cudnn_attention_off
@@ -25,7 +26,7 @@ class CausalLM(NamedTuple):
 
 
 def load_causal_lm(folder: Path, *, device: str = "cpu", dtype: str = "auto", attention: str = "sdpa") -> CausalLM:
-    """Load a model that `AutoModelForCausalLM` knows; nothing is downloaded, and no code of the folder runs.
+    """Load a model for which `is_causal_lm` is true; nothing is downloaded, and no code of the folder runs.
 
     Args:
         folder: holds config.json and weights, as safetensors or as torch.save wrote them.
@@ -39,8 +40,8 @@ def load_causal_lm(folder: Path, *, device: str = "cpu", dtype: str = "auto", at
     if not (folder / "config.json").is_file():
         raise ReplicaError(f"model: expected a Hugging Face folder, found no config.json in {folder}")
     try:
-        auto: Any = AutoModelForCausalLM
-        model, report = auto.from_pretrained(
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        model, report = auto_class(config).from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation=attention,

@@ -12,7 +12,7 @@ from headwater.lm.transformers_versions import check_transformers
 from headwater.lm.weight_files import check_tensors
 from headwater.runtime.failure_log import text_of
 
-__all__ = ["CONFIG", "OTHER", "Attention", "ModelChoices", "checked_model", "context_length_of"]
+__all__ = ["CONFIG", "OTHER", "Attention", "ModelChoices", "check_windows", "checked_model", "context_length_of"]
 
 Attention: TypeAlias = Literal["auto", "sdpa", "eager"]
 
@@ -57,9 +57,11 @@ def checked_model(title: str, folder: Path, context_length: int | None, attentio
     # Heavy imports, needed only here.
     from headwater.lm.cached_model import CachedModel
     from headwater.lm.rotary import fix_frequencies
-    from headwater.lm.transformers_parts import blank_model, supports_sdpa
+    from headwater.lm.transformers_parts import blank_model, supports_sdpa, takes_images
 
     notes = []
+    if takes_images(config):
+        notes.append("only the language model of this architecture is used: requests can't have images")
     if attention == "auto":
         attention = "sdpa" if supports_sdpa(config) else "eager"
         if attention == "eager":
@@ -74,6 +76,7 @@ def checked_model(title: str, folder: Path, context_length: int | None, attentio
         raise LoadError(Problem(title, reason, fix)) from None  # a restart would fail the same way
     try:
         CachedModel(model, 1)
+        check_windows(config.get_text_config(decoder=True), length)
         notes += fix_frequencies(model, length)
     except ReplicaError as error:
         raise LoadError(Problem(title, str(error), OTHER)) from None
@@ -103,6 +106,25 @@ def context_length_of(config: Any, wanted: int | None) -> int:
             f"got {wanted}"
         )
     return wanted
+
+
+def check_windows(config: Any, context_length: int) -> None:
+    """Check that the context is no longer than a window of the model's own: the slot engine knows only the windows of
+    sliding layers.
+
+    Args:
+        config: transformers' configuration of the text model.
+        context_length: the most tokens of a prompt and its answer.
+
+    Raises:
+        ReplicaError: the context is longer.
+    """
+    for name, window in config.to_dict().items():
+        if name.endswith("window_size") and isinstance(window, int) and 0 < window < context_length:
+            raise ReplicaError(
+                f"context_length: expected at most {window}, the {name} of the model's configuration, as the engine "
+                f"can't compute this kind of window, got {context_length}; set `options.context_length: {window}`"
+            )
 
 
 def _checked_config(title: str, folder: Path) -> Any:

@@ -220,6 +220,8 @@ AttentionMask: TypeAlias = Tensor | dict[str, Tensor]
 """A mask for all layers, or a mask for each kind of layer."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+SHARED = "dummy"
+"""transformers' name of a layer without keys and values: it reads those of an earlier layer, or has no attention."""
 
 
 class StepMask:
@@ -239,7 +241,7 @@ class StepMask:
     def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
         kinds, options = layers_of(config)
         for layer, kind in enumerate(kinds):
-            if kind not in (FULL, SLIDING):
+            if kind not in (FULL, SLIDING, SHARED):
                 raise ReplicaError(
                     f"model: expected layers of {FULL} or {SLIDING}, got {kind} in layer {layer}; "
                     "the slot engine can't cache such a layer"
@@ -249,7 +251,7 @@ class StepMask:
             raise ReplicaError(f"model: expected sliding layers with one window size, got {sorted(windows)}")
         self.window: int = windows.pop() if windows else 0
         """The number of tokens that a sliding layer sees; 0 if there is no such layer."""
-        self._kinds = set(kinds)
+        self._kinds = {*kinds} - {SHARED}
         self._dtype = dtype
         self._device = device
 

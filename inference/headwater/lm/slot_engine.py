@@ -17,7 +17,7 @@ from headwater.lm.cached_model import CachedModel
 from headwater.lm.forward_passes import ForwardPasses
 from headwater.lm.grammars import KINDS, Grammars
 from headwater.lm.invariance_check import check_invariance
-from headwater.lm.model_folder import context_length_of
+from headwater.lm.model_folder import check_windows, context_length_of
 from headwater.lm.pending_grammars import PendingGrammars
 from headwater.lm.rotary import fix_frequencies
 from headwater.lm.sampling import Biases, Choice, Sampler
@@ -98,6 +98,7 @@ class SlotEngine(Admission):
         config = model.config.get_text_config(decoder=True)
         context_length = context_length_of(config, context_length)
         self._model = CachedModel(model, max_sequences, batch_invariant=batch_invariant, cuda_graphs=cuda_graphs)
+        check_windows(config, context_length)
         fix_frequencies(model, context_length)
         kept_tokens = KEPT_TOKENS if cache_tokens is None else cache_tokens
         if cache_tokens is None:

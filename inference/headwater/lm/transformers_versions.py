@@ -23,8 +23,8 @@ with newer Pythons."""
 
 PARTS: Final[Mapping[str, tuple[str, ...]]] = {
     "transformers": (
-        "AttentionInterface", "AttentionMaskInterface", "AutoConfig", "AutoModelForCausalLM", "GenerationConfig",
-        "PreTrainedConfig", "PreTrainedModel",
+        "AttentionInterface", "AttentionMaskInterface", "AutoConfig", "AutoModelForCausalLM",
+        "AutoModelForImageTextToText", "GenerationConfig", "PreTrainedConfig", "PreTrainedModel",
     ),
     "transformers.activations": ("ACT2CLS",),
     "transformers.cache_utils": ("Cache", "CacheLayerMixin", "get_layer_types_and_kwargs"),
@@ -34,7 +34,10 @@ PARTS: Final[Mapping[str, tuple[str, ...]]] = {
     "transformers.modeling_rope_utils": ("ROPE_INIT_FUNCTIONS",),
     "transformers.modeling_utils": ("LoadStateDictConfig",),
     "transformers.models.auto.auto_factory": ("_get_model_class",),
-    "transformers.models.auto.modeling_auto": ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+    "transformers.models.auto.modeling_auto": (
+        "MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+        "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    ),
     "transformers.pytorch_utils": ("Conv1D",),
     "transformers.quantizers.auto": ("get_hf_quantizer",),
     "transformers.utils": ("logging",),

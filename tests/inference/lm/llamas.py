@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, LlamaConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headwater.engine import Engine, Sampling, SequenceRequest, TokenEvent
@@ -57,6 +57,20 @@ def tiny(kind: str = "llama", attention: str = "sdpa", **changes: Any) -> Any:
     config = config_class(**{**SHAPE, **changes})
     auto: Any = AutoModelForCausalLM
     return auto.from_config(config, attn_implementation=attention).eval()
+
+
+def tiny_llava() -> Any:
+    """A model with an encoder of images before its language model."""
+    torch.manual_seed(1)
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config_class: Any = CONFIG_MAPPING["llava"]
+    config = config_class(
+        text_config={**SHAPE, "model_type": "llama"},
+        vision_config={**vision, "image_size": 32, "patch_size": 16, "model_type": "clip_vision_model"},
+        image_token_index=90,
+    )
+    auto: Any = AutoModelForImageTextToText
+    return auto.from_config(config).eval()
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -20,7 +20,7 @@ from headwater.lm.loading import plan_language_model
 from headwater.replica.probe import ProbeRequest, probe
 from headwater.replica.served import load_language_model
 from headwater.wire.handshake import ReplicaSpec
-from tests.inference.lm.llamas import LONG_ROPE, tiny
+from tests.inference.lm.llamas import LONG_ROPE, tiny, tiny_llava
 
 pytestmark = pytest.mark.heavy
 ZOO = Path(headwater.zoo.__file__).parent / "weights" / "tiny_lm"
@@ -391,3 +391,46 @@ def test_without_llguidance_it_serves_without_forms_of_answers_and_a_note_says_s
     engine = plan.load("cpu", pytest.fail)
     assert engine.limits.grammars == frozenset()
     engine.close()
+
+
+class TestAModelWithAnEncoderOfImages:
+    @pytest.fixture
+    def wrapped(self, tmp_path: Path) -> Path:
+        tiny_llava().save_pretrained(tmp_path)
+        shutil.copy(ZOO / "tokenizer.json", tmp_path)
+        return tmp_path
+
+    def test_serves_its_text_part_and_the_operator_is_told(self, wrapped: Path) -> None:
+        assert json.loads((wrapped / "config.json").read_text())["architectures"] == ["LlavaForConditionalGeneration"]
+        plan = plan_language_model(f"lm:{wrapped}", {})
+        assert plan.notes[0] == "only the language model of this architecture is used: requests can't have images"
+        plan.rehearse()
+        plan.load("cpu", pytest.fail).close()
+
+    def test_that_lacks_a_tensor_is_refused(self, wrapped: Path) -> None:
+        name = "language_model.model.layers.1.mlp.up_proj.weight"
+        spoil(wrapped, lambda weights: weights.pop(name))
+        assert "expected all tensors of the model that config.json describes, but the weights lack" in failure(wrapped)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("gpt_neo", {"window_size": 16, "attention_types": [[["global", "local"], 1]], "attention": "eager"}),
+        ("doge", {"keep_window_size": 16}),
+    ],
+)
+def test_a_context_beyond_a_window_that_the_engine_does_not_know(
+    tmp_path: Path, kind: str, changes: dict[str, Any]
+) -> None:
+    tiny(kind, **changes).save_pretrained(tmp_path)
+    shutil.copy(ZOO / "tokenizer.json", tmp_path)
+    (name,) = {"window_size", "keep_window_size"} & set(changes)
+    assert f"expected at most 16, the {name} of the model's configuration" in failure(tmp_path)
+    plan_language_model(f"lm:{tmp_path}", {"context_length": 16}).load("cpu", pytest.fail).close()
+
+
+def test_a_state_that_is_not_in_transformers_cache(tmp_path: Path) -> None:
+    tiny("openai-gpt", attention="eager").save_pretrained(tmp_path)
+    shutil.copy(ZOO / "tokenizer.json", tmp_path)
+    assert "expected keys and values in transformers' cache; OpenAIGPTLMHeadModel has none" in failure(tmp_path)

@@ -5,22 +5,26 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from transformers import AutoConfig, BertConfig, LlamaConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, BertConfig, LlamaConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from headwater.lm.slot_cache import SlotCache
 from headwater.lm.transformers_parts import (
     activation_classes,
     attention_of,
+    auto_class,
     blank_model,
     causal_architectures,
     check_quantization,
+    first_logits,
     is_causal_lm,
     layers_of,
     load_report,
     long_frequencies,
     rotary_types,
     supports_sdpa,
+    takes_images,
 )
 from headwater.lm.transformers_versions import OVERRIDDEN
 from tests.inference.lm.llamas import LONG_ROPE, ORIGINAL, tiny
@@ -54,7 +58,8 @@ def test_causal_language_models_are_known_by_their_configuration_and_kind() -> N
     assert is_causal_lm(LlamaConfig())
     assert not is_causal_lm(AutoConfig.for_model("vit"))
     assert "LlamaForCausalLM" in causal_architectures("llama")
-    assert causal_architectures("no such kind") == ()
+    assert not causal_architectures("no such kind")
+    assert causal_architectures("gemma3") == {"Gemma3ForConditionalGeneration"}
     assert is_causal_lm(BertConfig())
 
 
@@ -89,3 +94,18 @@ def test_the_type_and_the_frequencies_of_a_rotary_embedding_are_known() -> None:
     several = tiny("gemma3_text").model.rotary_emb
     assert rotary_types(several) == {"sliding_attention": "default"}
     assert rotary_types(tiny().lm_head) == {}
+
+
+def test_a_model_with_an_encoder_of_images_is_made_by_another_class() -> None:
+    llava, t5 = AutoConfig.for_model("llava"), AutoConfig.for_model("t5gemma2")
+    assert is_causal_lm(llava)
+    assert takes_images(llava)
+    assert auto_class(llava) is AutoModelForImageTextToText
+    assert auto_class(LlamaConfig()) is AutoModelForCausalLM
+    assert not is_causal_lm(t5)
+
+
+def test_the_first_logits_are_those_of_generate() -> None:
+    model, ids = tiny(), torch.tensor([[5, 6, 7]])
+    with torch.inference_mode():
+        assert torch.allclose(first_logits(model, ids), model(ids).logits[:, -1], atol=1e-5)
