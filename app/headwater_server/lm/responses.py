@@ -81,8 +81,22 @@ def _flat(schema: dict[str, Any]) -> dict[str, Any]:
     return _object("function", ["type", *function["required"]], **function["properties"])
 
 
-_TOOLS: Final = {**TOOLS_SCHEMA, "items": _flat(TOOLS_SCHEMA["items"])}
-_CHOICE: Final = {"anyOf": [CHOICE_SCHEMA["anyOf"][0], _flat(CHOICE_SCHEMA["anyOf"][1])]}
+_CUSTOM: Final = _object("custom", ["type", "name"], name=_STRING, description=_STRING, format={"type": "object"})
+_CALLABLE: Final = {"anyOf": [_flat(TOOLS_SCHEMA["items"]), _CUSTOM]}
+_SPACE: Final = _object(
+    "namespace", ["type", "name", "tools"], name=_STRING, tools={"type": "array", "items": _CALLABLE}
+)
+_TOOLS: Final = {**TOOLS_SCHEMA, "items": {"anyOf": [*_CALLABLE["anyOf"], _SPACE]}}
+_ALLOWED: Final = _object(
+    "allowed_tools", ["type", "tools"],
+    mode=CHOICE_SCHEMA["anyOf"][0], tools={"type": "array", "items": {"type": "object"}, "minItems": 1},
+)  # fmt: skip
+_CHOICE: Final = {
+    "anyOf": [
+        CHOICE_SCHEMA["anyOf"][0], _flat(CHOICE_SCHEMA["anyOf"][1]), _object("custom", ["type", "name"], name=_STRING),
+        _ALLOWED,
+    ]
+}  # fmt: skip
 Summary: TypeAlias = Annotated[
     Literal["auto", "concise", "detailed"], Meta(description="The reasoning's text is its summary, too")
 ]

@@ -321,7 +321,11 @@ def _responses_operation(schema: dict[str, Any], example: dict[str, Any]) -> dic
     message = {"type": {"type": "string", "enum": ["message"]}, "content": {"type": "array", "items": part}}
     call = {"type": {"type": "string", "enum": ["function_call"]}, **dict.fromkeys(("call_id", "name"), STRING)}
     call["arguments"] = {"type": "string", "description": "An object, as JSON"}
-    item = {"anyOf": [object_schema({**shared, **message}), object_schema({**shared, **call})]}
+    custom = {**call, "type": {"type": "string", "enum": ["custom_tool_call"]}, "input": STRING}
+    del custom["arguments"]
+    parts = {"type": "array", "items": part}
+    thought = {"type": {"type": "string", "enum": ["reasoning"]}, "content": parts, "summary": parts}
+    item = {"anyOf": [object_schema({**shared, **fields}) for fields in (message, call, custom, thought)]}
     about = {"id": STRING, "object": STRING, "created_at": INTEGER, "model": STRING}
     answer = object_schema({**about, "status": status, "output": {"type": "array", "items": item}, "usage": counts})
     end = "of which the last is `response.completed`, `response.incomplete` or `response.failed`"
