@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headwater_server.errors import BadRequest, ReplicaLost
+from headwater_server.lm.known_fields import read_known
 from headwater_server.lm.responses import ResponsesRequest
 from headwater_server.telemetry.recorder import recorder
 from headwater_server.vllm.answers import TokenCount
@@ -15,11 +16,13 @@ from headwater_server.vllm.chat_parts import PartsRelay
 from headwater_server.vllm.relayed_responses import client_error, from_responses
 from headwater_server.vllm.requests import VllmRequest
 from tests.app.lm.response_events import checked_event, checked_response, data, said, told
+from tests.app.lm.test_recorded_requests import recorded
 
 pytestmark = pytest.mark.heavy
 FUNCTION: dict[str, Any] = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 CUSTOM: dict[str, Any] = {"type": "custom", "name": "patch"}
 SPACE: dict[str, Any] = {"type": "namespace", "name": "sky", "description": "x", "tools": [FUNCTION]}
+RECORDED = [(name, request) for name, request in recorded() if request["path"] == "/v1/responses"]
 IMAGE = "data:image/png;base64,AA=="
 
 
@@ -164,3 +167,9 @@ def test_a_stream_that_is_lost_ends_with_the_protocols_own_error() -> None:
 def test_arguments_without_a_call_are_no_answer_of_vllm() -> None:
     with pytest.raises(ValueError, match="a call before its arguments"):
         answer().events(b"", chunk(tool_calls=function(arguments="{}")))
+
+
+@pytest.mark.parametrize(("name", "request_"), RECORDED, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_recorded_request_is_taken(name: str, request_: dict[str, Any]) -> None:
+    relayed, _ = from_responses(read_known(json.dumps(request_["body"]).encode(), ResponsesRequest)[0])
+    assert relayed.body["messages"], name
