@@ -19,10 +19,11 @@ from headwater.engine import EngineLimits, Grammar, TopLogprobs
 from headwater_server.codecs.faults import at, shown
 from headwater_server.errors import HeadwaterError
 from headwater_server.lm.answer_grammar import ResponseFormat, checked_grammar
-from headwater_server.lm.call_grammar import call_grammar
+from headwater_server.lm.call_grammar import call_grammar, required_format
 from headwater_server.lm.hidden_reasoning import HiddenReasoning
 from headwater_server.lm.openai_answer import OpenAIAnswer, shown_tokens
 from headwater_server.lm.reasoning_fields import ReasoningFields, ReasoningWish, is_off, template_variables
+from headwater_server.lm.reasoning_grammar import content_opening
 from headwater_server.lm.reasoning_plan import reasoning_plan
 from headwater_server.lm.sampling_fields import ONLY_TEXTS, Flag
 from headwater_server.lm.text.answer_parts import AnswerPart, CallPart, ReasoningPart
@@ -285,7 +286,13 @@ class ChatRequest(ReasoningFields, kw_only=True):
         fixed = None if caps_answer else wanted
         prompts = [Prompt(ids, answer_tokens(prompt, path, ids, fixed, capped or default, limits))]
         made = plan(prompts, self.n or 1, sampling, end, limits, self.timeout_s, reasoning.grammar)
-        return made._replace(reading=reading, ignored=(*ignored, *reasoning.ignored))
+        loose = self._loose_tools() if use is not None and (grammar is None or grammar.field != "tools") else []
+        return made._replace(reading=reading, ignored=(*ignored, *reasoning.ignored, *loose))
+
+    def _loose_tools(self) -> list[str]:
+        """The paths of the tools' fields ``strict`` that ask for more than an answer without a grammar keeps to."""
+        functions = enumerate(tool["function"] for tool in self.tools)
+        return [f"tools[{n}].function.strict" for n, function in functions if function.get("strict")]
 
     def _variables(self, text: LanguageText, wish: ReasoningWish) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Further variables of the chat template, and the request's fields without effect.
@@ -321,7 +328,10 @@ class ChatRequest(ReasoningFields, kw_only=True):
         choice = checked_choice(self.tool_choice, tools)
         if not choice.names:
             return [], None, grammar
-        if text.tool_format is None:
+        callable_ = {n: tool for n, tool in enumerate(tools) if tool["function"]["name"] in choice.names}
+        is_held = choice.is_required and "lark" in limits.grammars
+        format = required_format(text.tool_format, callable_) if is_held else text.tool_format
+        if format is None:
             reason = "this model's chat template has no known format of tool calls"
             raise at("tools", None, f"{reason}; leave them out, or set the deployment's `options.tool_parser`")
         if choice.is_required and "lark" not in limits.grammars:
@@ -332,11 +342,12 @@ class ChatRequest(ReasoningFields, kw_only=True):
         schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
         schemas = {name: schemas[name] for name in choice.names}
         if choice.is_required or grammar is not None:
-            callable_ = {n: tool for n, tool in enumerate(tools) if tool["function"]["name"] in choice.names}
-            content = None if choice.is_required else grammar
-            special_id = text.tokenizer.texts.special_id
-            grammar = call_grammar(text.tool_format, callable_, special_id, is_single=is_single, content=content)
-        return tools, ToolUse(text.tool_format, schemas, choice.is_required, is_single), grammar
+            format = required_format(format, callable_)
+            grammar = call_grammar(
+                format, callable_, text.tokenizer.texts.added_id, is_single=is_single,
+                content=None if choice.is_required else grammar, content_opening=content_opening(text.reasoning_format),
+            )  # fmt: skip
+        return tools, ToolUse(format, schemas, choice.is_required, is_single), grammar
 
     def _logprobs(self) -> int | None:
         """The value of `Sampling.logprobs` that the request asks for.

@@ -8,11 +8,10 @@ from typing import Final
 
 import orjson
 
-__all__ = ["literal", "marked", "quoted"]
+__all__ = ["marked", "quoted"]
 
-_MARK: Final = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{1,32}\]")
+_MARK: Final = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{1,32}\]|｜DSML｜")
 """A part of a format's text that may be an added token."""
-_META: Final = re.compile(r"[\\.+*?()|\[\]{}^$/]")
 
 
 def quoted(text: str) -> str:
@@ -38,8 +37,3 @@ def marked(text: str, token_id: Callable[[str], int | None]) -> str:
     if begin < len(text):
         parts.append(quoted(text[begin:]))
     return " ".join(parts)
-
-
-def literal(text: str) -> str:
-    """A text as a part of an expression between slashes."""
-    return _META.sub(r"\\\g<0>", text).replace("\n", "\\n").replace("\r", "\\r")

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Effort",
-    "Reasoning",
     "ReasoningFields",
+    "ReasoningOptions",
     "ReasoningWish",
     "Thinking",
     "is_off",
@@ -43,7 +43,7 @@ _SWITCHES: Final = ("enable_thinking", "thinking")
 _Value = TypeVar("_Value")
 
 
-class Reasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """OpenRouter's ``reasoning``."""
 
     effort: Effort | None = None
@@ -65,7 +65,7 @@ class ReasoningFields(StreamFields, kw_only=True):
     """The fields. Where several say the same, they must agree."""
 
     reasoning_effort: Effort | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     thinking: Thinking | None = None
     enable_thinking: bool | None = None
     max_reasoning_tokens: Budget | None = None
@@ -79,7 +79,7 @@ class ReasoningFields(StreamFields, kw_only=True):
         Raises:
             BadRequest: two fields that say the same have different values.
         """
-        reasoning, thinking = self.reasoning or Reasoning(), self.thinking
+        reasoning, thinking = self.reasoning or ReasoningOptions(), self.thinking
         types = {"enabled": True, "disabled": False}
         switch = _agreed(
             {

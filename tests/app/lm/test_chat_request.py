@@ -201,7 +201,7 @@ def test_what_can_never_fit_is_refused() -> None:
         ),
         (
             {"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [{}]}]},
-            "messages[1].tool_calls[0].id: expected a string, got null",
+            "messages[1].tool_calls[0].function: expected an object with 'name' and 'arguments', got null",
         ),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": 1}]}, "messages[0].tool_call_id: expected a "),
         ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs.add_generation_prompt: "),

@@ -218,6 +218,26 @@ async def test_a_response_says_what_the_chat_says(model: tuple[Path, Engine]) ->
             assert said(told(events)) == items
 
 
+async def test_a_model_without_a_known_format_writes_required_calls_as_json(tmp_path: Path) -> None:
+    folder = tool_folder(tmp_path / "model", "unknown")
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=0, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    engine = plan_language_model(f"lm:{folder}", {"max_sequences": 8, "cache_tokens": 8192}).load("cpu", pytest.fail)
+    named = {"type": "function", "function": {"name": "weather"}}
+    for answer in await asking(
+        (folder, engine), {"tool_choice": "required", "seed": 1}, {"tool_choice": named, "seed": 1}
+    ):
+        for content, calls, finish in answer:
+            assert content is None
+            for call in calls if finish == "tool_calls" else calls[:-1]:
+                check(*call)
+            assert calls or finish == "length"
+
+
 # Requests
 
 

@@ -62,6 +62,7 @@ TEMPLATES["reasoning"] = f"""{TEMPLATES["hermes"]}
 </think>
 
 {{% endif %}}{{% endif %}}"""
+TEMPLATES["unknown"] = TEMPLATES["hermes"].replace("tool_call>", "call>")
 TEMPLATES["mistral_args"] = TEMPLATES["mistral"].replace("[TOOL_CALLS][", "[TOOL_CALLS][ARGS]")
 MARKS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<think>", "</think>"]
 VOCAB_SIZE = 4104

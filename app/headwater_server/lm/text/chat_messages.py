@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import orjson
-
 from headwater_server.codecs.faults import MAX_CONTAINERS, MAX_VALUES, at, check_size, shown
 from headwater_server.errors import BadRequest
+from headwater_server.lm.text.call_arguments import decoded_arguments
 
 __all__ = ["ROLES", "checked_messages"]
 
@@ -20,7 +19,7 @@ _BETWEEN_PARTS: Final = "\n"
 def checked_messages(messages: object, context_length: int) -> list[dict[str, Any]]:
     """Check the messages, and convert them: an array of text parts becomes a single text, with each part on a line.
 
-    The arguments of tool calls become objects, as chat templates expect.
+    The arguments of tool calls become objects, as chat templates expect: see `decoded_arguments`.
 
     Args:
         messages: the decoded JSON of the request's field.
@@ -79,18 +78,20 @@ def _tool_calls(message: dict[str, Any], path: str) -> dict[str, Any]:
 def _tool_call(call: object, path: str) -> dict[str, Any]:
     if not isinstance(call, dict):
         raise _wrong(path, "an object with 'id', 'type' and 'function'", call)
-    if not isinstance(call.get("id"), str):
-        raise _wrong(f"{path}.id", "a string", call.get("id"))
-    if call.get("type", "function") != "function":
+    if not isinstance(call.get("id"), str | None):
+        raise _wrong(f"{path}.id", "a string", call["id"])
+    if call.get("type") not in (None, "function"):
         raise _wrong(f"{path}.type", "'function'", call["type"])
     function = call.get("function")
     if not isinstance(function, dict):
         raise _wrong(f"{path}.function", "an object with 'name' and 'arguments'", function)
-    for field in ("name", "arguments"):
-        if not isinstance(function.get(field), str):
-            raise _wrong(f"{path}.function.{field}", "a string", function.get(field))
-    named = {"name": function["name"], "arguments": function["arguments"]}
-    return {"id": call["id"], "type": "function", "function": named}
+    if not isinstance(function.get("name"), str):
+        raise _wrong(f"{path}.function.name", "a string", function.get("name"))
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str | dict | None):
+        raise _wrong(f"{path}.function.arguments", "a string", arguments)
+    named = {"name": function["name"], "arguments": arguments or ""}
+    return {"id": call.get("id") or "", "type": "function", "function": named}
 
 
 def _decode_arguments(messages: list[dict[str, Any]]) -> None:
@@ -99,32 +100,25 @@ def _decode_arguments(messages: list[dict[str, Any]]) -> None:
     their values.
 
     Raises:
-        BadRequest: arguments are not a JSON object, or all arguments together exceed a limit.
+        BadRequest: all arguments together exceed a limit.
     """
-    functions = {
-        f"messages[{n}].tool_calls[{number}].function.arguments": call["function"]
-        for n, message in enumerate(messages)
-        for number, call in enumerate(message.get("tool_calls") or ())
-    }
+    functions = [call["function"] for message in messages for call in message.get("tool_calls") or ()]
+    functions = [function for function in functions if isinstance(function["arguments"], str)]
     try:
-        check_size(",".join(function["arguments"] for function in functions.values()).encode(errors="replace"))
+        check_size(",".join(function["arguments"] for function in functions).encode(errors="replace"))
     except BadRequest:
         limits = f"{MAX_CONTAINERS} keys, objects and arrays, and {MAX_VALUES} values"
         expected = f"expected at most {limits} in the arguments of all tool calls together, got more"
         raise at("messages", None, f"{expected}; leave out earlier calls") from None
-    for path, function in functions.items():
-        try:
-            arguments = orjson.loads(function["arguments"] or "{}")
-        except orjson.JSONDecodeError:
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise _wrong(path, "the JSON text of an object", function["arguments"])
-        function["arguments"] = arguments
+    for function in functions:
+        function["arguments"] = decoded_arguments(function["arguments"])
 
 
 def _text(part: object, path: str) -> str:
     if not isinstance(part, dict):
         raise _wrong(path, 'a content part like {"type": "text", "text": "..."}', part)
+    if part.get("type") == "refusal":
+        part = {"type": "text", "text": part.get("refusal")}
     if part.get("type") != "text":
         raise _wrong(f"{path}.type", "'text', the only kind of content this model takes", part.get("type"))
     if not isinstance(text := part.get("text"), str):

@@ -16,6 +16,7 @@ import jinja2
 
 from headwater_server.codecs.faults import at, shown
 from headwater_server.errors import BadRequest, ConfigError
+from headwater_server.lm.text.call_ids import with_template_ids
 from headwater_server.lm.text.template_environment import Refused, TemplateEnvironment
 
 __all__ = ["ChatTemplate"]
@@ -65,6 +66,7 @@ class ChatTemplate:
         self.words = frozenset[str]().union(*map(self._environment.words, templates.values()))
         """The texts that the templates compare with, or assign."""
         self._knows_developers = any("developer" in source for source in templates.values())
+        self._source = "\n".join(templates.values())
         self._special_tokens = dict(special_tokens)
 
     def render(
@@ -78,7 +80,8 @@ class ChatTemplate:
         """Render a conversation as text, including special tokens.
 
         Args:
-            messages: the result of `headwater_server.lm.text.chat_messages.checked_messages`.
+            messages: the result of `headwater_server.lm.text.chat_messages.checked_messages`. If the template refuses
+                the conversation, system messages after the first message join the user's message before them.
             add_generation_prompt: whether the text ends with the beginning of the model's answer.
             tools: OpenAI's ``tools``.
             variables: further variables of the template, such as ``enable_thinking``.
@@ -87,18 +90,24 @@ class ChatTemplate:
             BadRequest: the template refuses the conversation (the error has the template's message) or can't render it,
                 or a limit is exceeded.
         """
-        template = self._templates.get("tool_use") if tools is not None else None
+        template = (self._templates.get("tool_use") if tools is not None else None) or self._templates["default"]
+        present = [self._for_template(message) for message in with_template_ids(messages, self._source)]
         values = {
             "documents": None,
             **self._special_tokens,
             **(variables or {}),
-            "messages": [self._for_template(message) for message in messages],
+            "messages": present,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
         with self._environment.budget:
             try:
-                return (template or self._templates["default"]).render(values)
+                try:
+                    return template.render(values)
+                except Refused:
+                    if (joined := _with_one_system_message(present)) is None:
+                        raise
+                    return template.render({**values, "messages": joined})
             except Refused as error:
                 raise _bad_template(f"the model's chat template refuses the conversation: {error}") from error
             except _FAULTS as error:
@@ -150,6 +159,29 @@ class ChatTemplate:
             present["role"] = "system"
         reasoning = next((present[name] for name in _REASONING_FIELDS if name in present), None)
         return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
+
+
+def _with_one_system_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """The messages without system messages after the first message: each is appended to the last user's message before
+    it, or to the first message if there is no such message. `None` if there are no such system messages."""
+    if all(message["role"] != "system" for message in messages[1:]):
+        return None
+    joined: list[dict[str, Any]] = []
+    parts: list[list[str]] = []
+    """The texts of each message in `joined`."""
+    host = 0
+    for message in messages:
+        if message["role"] == "system" and joined:
+            parts[host].append(message["content"])
+            continue
+        if message["role"] == "user":
+            host = len(joined)
+        joined.append(message)
+        parts.append([message.get("content", "")])
+    return [
+        {**message, "content": "\n\n".join(texts)} if len(texts) > 1 else message
+        for message, texts in zip(joined, parts, strict=True)
+    ]  # fmt: skip
 
 
 def _bad_template(message: str) -> BadRequest:

@@ -21,6 +21,7 @@ from jinja2.visitor import NodeTransformer
 
 from headwater_server.codecs.faults import at
 from headwater_server.errors import ConfigError
+from headwater_server.lm.text.call_arguments import number_writer
 from headwater_server.lm.text.template_growth import GROWING_FILTERS, growth, size_of
 
 __all__ = ["Refused", "TemplateEnvironment"]
@@ -255,4 +256,9 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's filter of this name escapes characters that are markup in HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    default, finish = number_writer()
+    return finish(
+        json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=default
+        )
+    )  # fmt: skip

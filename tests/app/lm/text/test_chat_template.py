@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headwater_server.errors import BadRequest, ConfigError
+from headwater_server.lm.text.chat_messages import checked_messages
 from headwater_server.lm.text.chat_template import ChatTemplate
 from headwater_server.lm.text.tokenizer import Tokenizer
 from tests.app.lm.text.tokenizer_files import model_folder
@@ -143,11 +144,53 @@ def test_every_conversation_is_rendered_as_transformers_does(
             expected = reference.apply_chat_template(messages, tokenize=False, enable_thinking=False, **options)
         except TemplateError as error:
             refusal = str(error)
+            assume(all(message["role"] != "system" for message in messages[1:]))  # these are rendered otherwise
         with pytest.raises(BadRequest) if refusal else nullcontext() as caught:
             assert template.render(messages, variables={"enable_thinking": False}, **options) == expected
         assert caught is None or caught.value.message.endswith(refusal)
 
     check()
+
+
+SYSTEM_FIRST = """{% for message in messages %}{% if message.role == "system" and not loop.first %}
+{{- raise_exception("System message must be at the beginning.") }}{% endif %}
+{{- message.role }}: {{ message.content }}
+{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        ("system user system assistant", "system: 0|user: 1\n\n2|assistant: 3"),
+        ("system system user", "system: 0\n\n1|user: 2"),
+        ("user assistant developer user system system", "user: 0\n\n2|assistant: 1|user: 3\n\n4\n\n5"),
+        ("system user assistant tool system", "system: 0|user: 1\n\n4|assistant: 2|tool: 3"),
+        ("assistant system", "assistant: 0\n\n1"),
+    ],
+)
+def test_a_later_system_message_that_the_template_refuses_joins_the_users_turn(roles: str, expected: str) -> None:
+    messages = [{"role": role, "content": str(n)} for n, role in enumerate(roles.split())]
+    lines = "".join(f"{line}\n" for line in expected.split("|"))
+    assert one(SYSTEM_FIRST).render(messages) == lines
+    assert [message["content"] for message in messages] == [str(n) for n in range(len(messages))]
+
+
+def test_a_later_system_message_stays_where_the_template_takes_it() -> None:
+    messages = [{"role": role, "content": "x"} for role in ("system", "user", "system")]
+    template = "{% for message in messages %}{{ message.role }} {% endfor %}"
+    assert one(template).render(messages) == "system user system "
+
+
+def test_numbers_are_written_as_the_model_wrote_them() -> None:
+    text = '{"a": 123456789012345678901, "b": [1e9, 1.10, -0, 0.5], "c": 1E400, "d": 2.50, "e": "1e9"}'
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+    messages = checked_messages([{"role": "assistant", "content": None, "tool_calls": [call]}], 10)
+    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    assert one(template).render(messages) == text
+    arguments = "messages[0].tool_calls[0].function.arguments"
+    each = f"{{% for k, v in {arguments}.items() %}}{{{{ v | tojson if v is not string else v }}}} {{% endfor %}}"
+    assert one(each).render(messages) == "123456789012345678901 [1e9, 1.10, -0, 0.5] 1E400 2.50 1e9 "
+    assert one(f"{{{{ {arguments}.c }}}} {{{{ {arguments}.c is number }}}}").render(messages) == "1E400 True"
 
 
 def test_what_the_template_refuses_is_a_bad_request_in_its_own_words() -> None:
