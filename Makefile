@@ -50,7 +50,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq --no-input
 INSTALL_SELF := $(PIP) install --no-deps --no-build-isolation -e ./inference -e .
 
 .PHONY: help serve test test-fast lint types format wheel lock clean image offline
-.PHONY: test-compiled test-clients vllm-env test-vllm test-ray test-user-env test-files base-image image-test image-suite engine offline-test
+.PHONY: test-compiled test-clients vllm-env test-vllm test-ray test-user-env test-files test-families families base-image image-test image-suite engine offline-test
 
 # `##` puts a target in the list; `###` puts it below the others, as it takes long or installs more.
 LIST = sed -nE 's/^([a-z-]+):.*  $(1) (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 25
@@ -121,6 +121,12 @@ test-user-env: $(VENV)/.dev $(USER_VENV)/.made  ### run the tests that start ser
 test-files: $(VENV)/.dev $(FILES_VENV)/.made  ### serve ONNX files that vendors ship in their packages
 	@export HEADWATER_TEST_VENDOR_FILES=$(CURDIR)/$(FILES_VENV) && exec $(BIN)/python -m pytest -m vendor_files \
 	  tests/vendor_files $(ARGS)
+
+test-families: $(VENV)/.dev  ### compare the built-in engine with transformers, for each of its architectures
+	@exec $(BIN)/python -m pytest -n $(TEST_JOBS) -m families tests/families $(ARGS)
+
+families: $(VENV)/.dev  ### measure the same anew, and write the table of `headwater check --families` and its page
+	@PYTHONPATH=app:inference:. exec $(BIN)/python -m tests.families $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff: rules and formatting
 	@$(BIN)/ruff check .

@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser("check", help="check the environment and, if given, a configuration or model")
     check.add_argument("what", nargs="?", metavar="CONFIG | MODULE:CLASS | KIND:PATH", help="as for `headwater serve`")
+    check.add_argument("--families", action="store_true", help="print the architectures of language models")
     check.add_argument("--json", action="store_true", help="print JSON")
     check.add_argument("--load", action="store_true", help="also load all models, and call all but language models")
     check.add_argument("--host")
@@ -269,6 +270,11 @@ def _stop(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
+    if options.families:
+        from headwater_server.cli.families import print_families
+
+        print_families(as_json=options.json)
+        return 0
     require_folders()
     from headwater_server.cli.check import check
 
