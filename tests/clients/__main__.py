@@ -35,6 +35,7 @@ CLIENTS: Final = Environments(
     FOLDER,
     {
         "openai": "openai",
+        "anthropic": "anthropic",
         "langchain": "langchain-openai",
         "litellm": "litellm",
         "llamaindex": "llama-index-llms-openai-like",
@@ -62,16 +63,19 @@ class Result(NamedTuple):
 
 def configuration(folder: Path) -> dict[str, Any]:
     """What the server serves: tiny-lm, made in this folder, with a chat template that knows tools and a context that
-    holds their schemas; networks with random weights that rank and classify; a Triton repository; and other models."""
-    model = tool_folder(folder / "tiny_lm", "hermes")
-    shutil.copy(TINY_LM / "model.safetensors", model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT_LENGTH}))
+    holds their schemas; ``thinker``, the same model with a template that has it think; networks with random weights
+    that rank and classify; a Triton repository; and other models."""
+    language_models = {"tiny-lm": "hermes", "thinker": "reasoning"}
+    for name, template in language_models.items():
+        model = tool_folder(folder / name, template)
+        shutil.copy(TINY_LM / "model.safetensors", model)
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT_LENGTH}))
     bert(folder / "reranker", "BertForSequenceClassification", ("relevant",))
     bert(folder / "classifier", "BertForSequenceClassification", ("tax", "animal"))
     return {
         "deployments": {
-            "tiny-lm": {"model": f"lm:{model}"},
+            **{name: {"model": f"lm:{folder / name}"} for name in language_models},
             "text": {"model": "headwater.zoo.text:Text", "threads": 1},
             "mirror": {"model": "typed:Mirror", "batching": {"max_batch_size": 8}},
             **{name: {"model": f"hf:{folder / name}", "threads": 1} for name in ("reranker", "classifier")},

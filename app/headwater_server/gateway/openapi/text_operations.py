@@ -73,8 +73,8 @@ def body_schemas() -> tuple[dict[str, Any], dict[str, Any]]:
     kinds = (
         ChatRequest, ClassifyRequest, CohereEmbedRequest, CompletionRequest, CountTokensRequest, DetokenizeRequest,
         EmbeddingsRequest, GenerateRequest, MessagesRequest, PoolingRequest, RerankRequest, ResponsesRequest,
-        ScoreRequest, TokenizeRequest,
-        tei.EmbedTextsRequest, tei.PredictRequest, tei.RerankTextsRequest, tei.SimilarityRequest,
+        ScoreRequest, TokenizeRequest, tei.EmbedTextsRequest, tei.PredictRequest, tei.RerankTextsRequest,
+        tei.SimilarityRequest,
     )  # fmt: skip
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for schema in schemas.values():
