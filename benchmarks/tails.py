@@ -50,12 +50,12 @@ from benchmarks.fanout_report import Ratio, ratio_line
 from benchmarks.fanout_servers import Server, command_of, headwater, pin, tree
 from benchmarks.peers.scenarios import check_json, deployment, scenario
 from benchmarks.smoke import parse_with_smoke
-from headwater_server.cli.bench.answer_reader import Sample
 from headwater_server.cli.bench.closed_loop import STOPPED
 from headwater_server.cli.bench.generator import Generator
 from headwater_server.cli.bench.job import Job, Load, RequestSet
 from headwater_server.cli.bench.outcomes import Outcomes, percentile
 from headwater_server.cli.bench.request_bodies import Body
+from headwater_server.cli.bench.sample_reader import Sample
 from headwater_server.cli.bench.slo import Limits
 
 COLLECTS: Final = Path(__file__).parent / "collect_in_worker"

@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
 
+from headwater.answer_formats import ReasoningName, ToolParser
 from headwater.datatypes import DATATYPES
 from headwater.engine import EngineLimits, Sampling
 from headwater.errors import DeclarationError
@@ -91,14 +92,6 @@ class HeadSpec(msgspec.Struct, frozen=True):
     In a stream a head's failure ends only this head."""
 
 
-ToolParser: TypeAlias = Literal[
-    "harmony", "kimi-k3", "kimi-k2", "dsml", "deepseek-v3", "gemma4", "functiongemma", "hy-v3", "glm", "seed-oss",
-    "qwen-xml", "minimax-m2", "hermes", "mistral", "llama3", "llama4", "lfm2", "olmo3", "granite3", "phi4-mini",
-    "jamba", "hunyuan-a13b", "nemotron", "internlm2", "xlam",
-]  # fmt: skip
-"""The formats in which language models write tool calls; `headwater_server.lm.text.tool_calls` reads them."""
-
-
 class LanguageModelSpec(msgspec.Struct, frozen=True):
     """Data with which the gateway checks a language model's requests, and turns text into tokens and back."""
 
@@ -109,6 +102,8 @@ class LanguageModelSpec(msgspec.Struct, frozen=True):
     """The format of the model's tool calls; None: the format of the chat template."""
     sampling: Sampling = Sampling()
     """Values of the fields that a request doesn't set."""
+    reasoning: ReasoningName | Literal["none"] | None = None
+    """The format of the model's reasoning; ``none``: reasoning is content; None: the format of the chat template."""
 
 
 class VllmSpec(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from canitoolcall.adapters.base import Adapter, ReplayInput, Support, ToolSpec
 from canitoolcall.results import ParsedToolCall, ParseResult
 
-from headwater.signature import ToolParser
+from headwater.answer_formats import ReasoningName, ToolParser
 from headwater_server.lm.text.answer_parts import SPECIAL, AnswerPart, CallPart, ReasoningPart
 from headwater_server.lm.text.answer_reader import REASONING, AnswerReader, AnswerReading
 from headwater_server.lm.text.tool_calls import FORMATS, ToolUse
@@ -25,7 +25,7 @@ __all__ = ["HeadwaterAdapter"]
 
 class _Model(NamedTuple):
     parser: ToolParser
-    reasoning: str | None
+    reasoning: ReasoningName | None
     ids: dict[int, str]
     """The marks that are tokens, by their ids."""
 
@@ -84,7 +84,7 @@ def _model(name: str) -> _Model | None:
     return next((model for prefix, model in _MODELS.items() if name.startswith(prefix)), None)
 
 
-class HeadwaterAdapter(Adapter):
+class HeadwaterAdapter(Adapter):  # type: ignore[misc]  # canitoolcall is not installed where types are checked
     """Replays outputs with the reader that divides answers of chat, responses and messages."""
 
     name = "headwater"

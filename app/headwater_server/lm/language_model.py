@@ -84,7 +84,7 @@ class LmDispatcher(TextDispatcher):
         self._load_text = load_text or _load_text
         self._pool = ReplicaPool(route.name, self._open, on_lost=on_lost, keys_of=_keys_of)
         self._runs: set[RequestRun] = set()
-        self._text_source: tuple[str, str | None, int] | None = None
+        self._text_source: tuple[str, str | None, str | None, int] | None = None
         """The folder and tool parser of the last load of tokenizer and chat template, and the deployment's generation
         at that time; None before the first load."""
         self._text: asyncio.Task[LanguageText | Unavailable] | None = None
@@ -237,10 +237,10 @@ class LmDispatcher(TextDispatcher):
 
     def _prepare_text(self, spec: LanguageModelSpec, generation: int) -> None:
         """Start to load tokenizer and chat template, unless the last load, which may still run, was of the same folder,
-        tool parser and generation. Load again after a failure."""
+        formats and generation. Load again after a failure."""
         task = self._text
         has_failed = task is not None and task.done() and isinstance(task.result(), Unavailable)
-        source = (spec.folder, spec.tool_parser, generation)
+        source = (spec.folder, spec.tool_parser, spec.reasoning, generation)
         if source != self._text_source or has_failed:
             self._text_source = source
             self._text = self._loop.create_task(self._loaded(spec))
@@ -266,4 +266,8 @@ def _keys_of_channel(channel: Channel | None) -> set[str]:
 def _load_text(spec: LanguageModelSpec) -> LanguageText:
     from headwater_server.lm.text.language import LanguageText  # imports tokenizers, which takes memory
 
-    return LanguageText(Path(spec.folder), spec.tool_parser, spec.sampling)
+    text = LanguageText(Path(spec.folder), spec.tool_parser, spec.sampling, spec.reasoning)
+    tools = "unknown" if text.tool_format is None else text.tool_format.name
+    reasoning = "none" if text.reasoning_format is None else text.reasoning_format.name
+    logger.info("%s: tool calls in the format %s, reasoning in the format %s", spec.folder, tools, reasoning)
+    return text

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 import msgspec
 from msgspec import Meta
 
+from headwater.answer_formats import ReasoningName, ToolParser
 from headwater.engine import Engine, EngineLimits, Sampling
 from headwater.environment import check_installed, install_command, problem_of
 from headwater.errors import LoadError, Problem, ReplicaError
@@ -25,7 +26,7 @@ from headwater.reference import find_folder
 from headwater.runtime.capacity import Capacity
 from headwater.runtime.device import breaks_device, is_out_of_memory
 from headwater.runtime.loader import import_for, wrong_options
-from headwater.signature import LanguageModelSpec, Signature, ToolParser, text_signature
+from headwater.signature import LanguageModelSpec, Signature, text_signature
 
 __all__ = ["LmPlan", "SlotOptions", "lm_signature", "plan_language_model"]
 
@@ -80,6 +81,8 @@ class LmPlan(NamedTuple):
     """Sampling parameters for requests that don't set them, for any engine."""
     notes: tuple[str, ...] = ()
     """Notes for the operator on the choices made."""
+    reasoning: ReasoningName | Literal["none"] | None = None
+    """The format of the model's reasoning for the gateway, for any engine."""
 
     def rehearse(self) -> None:
         """Have the built-in engine check itself with a small copy of the architecture; does nothing for a user's
@@ -149,8 +152,8 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
     Args:
         reference: ``lm:PATH`` or ``lm:PACKAGE:PATH``.
         options: the engine's options. ``engine`` names a user's engine, ``module:callable``. It gets all other options
-            except ``max_step_s``, which is for the host, and ``tool_parser`` and ``generation_config``, which are for
-            the gateway: ``none`` as ``generation_config`` ignores the sampling defaults of the folder.
+            except ``max_step_s``, which is for the host, and ``tool_parser``, ``reasoning`` and ``generation_config``,
+            which are for the gateway: ``none`` as ``generation_config`` ignores the sampling defaults of the folder.
         search: folders in which a relative path is looked for, after the working folder.
 
     Raises:
@@ -163,6 +166,7 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
     engine = rest.pop("engine", None)
     max_step_s = _max_step_s(title, rest.pop("max_step_s", MAX_STEP_S))
     tool_parser = _tool_parser(title, rest.pop("tool_parser", None))
+    reasoning = _reasoning(title, rest.pop("reasoning", "auto"))
     has_defaults = _has_defaults(title, rest.pop("generation_config", "auto"))
     if engine is None:
         check_kind(title, folder)
@@ -178,9 +182,13 @@ def plan_language_model(reference: str, options: Mapping[str, Any], search: Sequ
             install = install_command("lm", GRAMMARS)
             notes = *notes, f"{WITHOUT_GRAMMARS}: {GRAMMARS} is not installed; {install}"
         all_notes = (*notes, *sampling_notes)
-        return LmPlan(reference, folder, slot_options, None, max_step_s, "", tool_parser, sampling, all_notes)
+        return LmPlan(
+            reference, folder, slot_options, None, max_step_s, "", tool_parser, sampling, all_notes, reasoning
+        )
     engine, make = _engine_maker(title, engine)
-    plan = LmPlan(reference, folder, rest, make, max_step_s, engine, tool_parser, sampling, tuple(sampling_notes))
+    plan = LmPlan(
+        reference, folder, rest, make, max_step_s, engine, tool_parser, sampling, tuple(sampling_notes), reasoning
+    )
     try:
         signature = inspect.signature(make)
     except (TypeError, ValueError):  # a callable not written in Python
@@ -206,13 +214,14 @@ def lm_signature(
     limits: EngineLimits | None,
     tool_parser: ToolParser | None = None,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
+    reasoning: ReasoningName | Literal["none"] | None = None,
 ) -> Signature:
     """A language model's signature for the gateway; without `limits`, only the part that is known before loading. Of
     `sampling`, the fields that the engine doesn't support are left out."""
     language_model = None
     if limits is not None:
         defaults = {name: value for name, value in msgspec.to_builtins(sampling).items() if name in limits.sampling}
-        language_model = LanguageModelSpec(str(folder), limits, tool_parser, Sampling(**defaults))
+        language_model = LanguageModelSpec(str(folder), limits, tool_parser, Sampling(**defaults), reasoning)
     return text_signature(name, folder, language_model)
 
 
@@ -262,7 +271,7 @@ def _slot_options(title: str, options: Mapping[str, Any]) -> SlotOptions:
     fields = {field.name: field for field in msgspec.structs.fields(SlotOptions)}
     for name, value in options.items():
         if name not in fields:
-            option_names = ", ".join((*fields, "max_step_s", "engine", "tool_parser", "generation_config"))
+            option_names = ", ".join((*fields, "max_step_s", "engine", "tool_parser", "reasoning", "generation_config"))
             reason = f"unknown option {name!r}; its options are {option_names}"
             raise LoadError(Problem(title, reason, f"correct or remove `options.{name}`"))
         try:
@@ -290,6 +299,18 @@ def _tool_parser(title: str, value: object) -> ToolParser | None:
     except msgspec.ValidationError as error:
         reason = f"options.tool_parser: expected {', '.join(get_args(ToolParser))}, got {value!r:.80}"
         raise LoadError(Problem(title, reason, "correct `options.tool_parser`, or leave it out")) from error
+
+
+def _reasoning(title: str, value: object) -> ReasoningName | Literal["none"] | None:
+    names = get_args(ReasoningName)
+    if value is None or value == "auto":
+        return None
+    try:
+        name: ReasoningName | Literal["none"] = msgspec.convert(value, ReasoningName | Literal["none"])
+        return name
+    except msgspec.ValidationError as error:
+        reason = f"options.reasoning: expected auto, none, {', '.join(names)}, got {value!r:.80}"
+        raise LoadError(Problem(title, reason, "correct `options.reasoning`, or leave it out")) from error
 
 
 def _has_defaults(title: str, value: object) -> bool:

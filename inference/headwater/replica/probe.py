@@ -19,6 +19,7 @@ import msgspec
 
 from headwater.environment import problem_of
 from headwater.errors import DeclarationError, LoadError, ModelError, Problem, ReplicaError
+from headwater.lm.formats_note import formats_note
 from headwater.lm.loading import lm_signature, plan_language_model
 from headwater.pipeline import PipelineSpec, make_plan
 from headwater.reference import is_language_model
@@ -115,7 +116,8 @@ def _try(
         if is_language_model(reference):
             plan = plan_language_model(reference, options, request.path)
             plan.rehearse()
-            return lm_signature(name, plan.folder, None), [], plan.notes
+            formats = formats_note(f"model {reference}", plan.folder, plan.tool_parser, plan.reasoning)
+            return lm_signature(name, plan.folder, None), [], (*plan.notes, *filter(None, [formats]))
         model = load_model(reference, options, request.path)
         if asks_compile(type(model), options):
             problem = compiler_problem(

@@ -108,7 +108,7 @@ def load_language_model(
     progress(f"loading on {device}")
     engine = plan.load(device, on_broken, capacity)
     switch_soon()
-    signature = lm_signature(spec.name, plan.folder, engine.limits, plan.tool_parser, plan.sampling)
+    signature = lm_signature(spec.name, plan.folder, engine.limits, plan.tool_parser, plan.sampling, plan.reasoning)
     host = EngineHost(engine, device=device, on_broken=on_broken, max_step_s=plan.max_step_s)
     return Served(signature, device, host, CallLoop())
 

@@ -185,7 +185,20 @@ def test_the_format_of_tool_calls_is_told_to_the_gateway_and_to_no_engine(folder
     assert spec.tool_parser == plan_language_model(TINY, {"tool_parser": "mistral"}).tool_parser == "mistral"
     assert plan_language_model(TINY, {}).tool_parser is None
     said = failure(TINY, tool_parser="qwen")
-    assert "options.tool_parser: expected hermes, llama3, mistral, got 'qwen'" in said
+    assert "options.tool_parser: expected harmony, kimi-k3, " in said
+    assert ", xlam, got 'qwen'" in said
+
+
+def test_the_format_of_reasoning_is_told_to_the_gateway_and_to_no_engine(folder: Path) -> None:
+    plan = plan_language_model(f"lm:{folder}", {"engine": "lm_case_engines:null", "reasoning": "none"})
+    assert plan.load("cpu", lambda reason: None).asked[2] == {}  # type: ignore[attr-defined]
+    limits = EngineLimits(2, 0, 100, 200, 50)
+    spec = lm_signature("lm", folder, limits, reasoning=plan.reasoning).language_model
+    assert spec is not None
+    assert spec.reasoning == "none"
+    assert plan_language_model(TINY, {"reasoning": "granite"}).reasoning == "granite"
+    assert plan_language_model(TINY, {"reasoning": "auto"}).reasoning is None
+    assert "options.reasoning: expected auto, none, harmony, " in failure(TINY, reasoning="on")
 
 
 def test_how_long_a_step_may_take_is_told_to_the_host_and_to_no_engine(folder: Path) -> None:

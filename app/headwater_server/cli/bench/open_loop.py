@@ -18,11 +18,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
-from headwater_server.cli.bench.answer_reader import Fault, Sample
 from headwater_server.cli.bench.closed_loop import Stop, until_gone
 from headwater_server.cli.bench.job import Job
 from headwater_server.cli.bench.outcomes import Outcomes
 from headwater_server.cli.bench.sample_connection import ConnectFailed, Connection, Dialler
+from headwater_server.cli.bench.sample_reader import Fault, Sample
 
 __all__ = ["PreciseTimer", "arrival_times", "open_loop"]
 

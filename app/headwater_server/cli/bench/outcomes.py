@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from headwater_server.cli.bench.answer_reader import Fault, Sample
+from headwater_server.cli.bench.sample_reader import Fault, Sample
 from headwater_server.cli.bench.slo import Limits
 
 __all__ = ["Outcomes", "distribution_ms", "merged", "percentile"]

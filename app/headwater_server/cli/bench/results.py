@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import headwater_server
-from headwater_server.cli.bench.answer_reader import Fault
 from headwater_server.cli.bench.closed_loop import STOPPED
 from headwater_server.cli.bench.outcomes import Outcomes, distribution_ms
 from headwater_server.cli.bench.plan import LoadPlan, LoadPoint
+from headwater_server.cli.bench.sample_reader import Fault
 from headwater_server.cli.bench.slo import OF_REQUESTS, OF_RUNS
 from headwater_server.process.machine import cpu_count
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from headwater_server.cli.bench.answer_reader import (
+from headwater_server.cli.bench.sample_reader import (
     LONGEST_REASON,
     Fault,
     Sample,

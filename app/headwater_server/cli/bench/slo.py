@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from headwater_server.cli.option_values import named, number
 
 if TYPE_CHECKING:
-    from headwater_server.cli.bench.answer_reader import Sample
+    from headwater_server.cli.bench.sample_reader import Sample
 
 __all__ = ["OF_REQUESTS", "OF_RUNS", "Limits", "read_limits", "request_limits"]
 

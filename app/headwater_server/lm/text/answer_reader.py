@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Literal, NamedTuple
 
+from headwater.answer_formats import ReasoningName, found_reasoning
 from headwater_server.lm.text.answer_parts import SPECIAL, AnswerPart
 from headwater_server.lm.text.call_reader import CallReader
 from headwater_server.lm.text.call_source import SPACE, CallSource, CutShort, NoCall, Reading
@@ -20,7 +21,7 @@ __all__ = ["REASONING", "AnswerReader", "AnswerReading", "ReasoningFormat", "rea
 class ReasoningFormat(NamedTuple):
     """How a model writes its reasoning."""
 
-    name: str
+    name: ReasoningName
     opening: str
     """The mark before the reasoning."""
     closing: str
@@ -34,36 +35,35 @@ class ReasoningFormat(NamedTuple):
 
 
 _CHANNELS: Final = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
-_ROWS: Final = (
-    (ReasoningFormat("harmony", "<|channel|>analysis<|message|>", "<|end|>", (), "", _CHANNELS), ("<|channel|>",)),
-    (
+_K3_REPLY: Final = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
+REASONING: Final[Mapping[ReasoningName, ReasoningFormat]] = {
+    row.name: row
+    for row in (
+        ReasoningFormat("harmony", "<|channel|>analysis<|message|>", "<|end|>", (), "", _CHANNELS),
         ReasoningFormat(
-            "kimi-k3", "<|open|>think<|sep|>", "<|close|>think<|sep|>",
-            ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"), "",
+            "kimi-k3", "<|open|>think<|sep|>", "<|close|>think<|sep|>", _K3_REPLY, "",
             ("<|open|>", "<|close|>", "<|sep|>"),
         ),
-        ("<|open|>",),
-    ),
-    (
         ReasoningFormat("gemma4", "<|channel>thought", "<channel|>", tokens=("<|channel>", "<channel|>")),
-        ("<|channel>",),
-    ),
-    (ReasoningFormat("mistral", "[THINK]", "[/THINK]"), ("[THINK]",)),
-    (ReasoningFormat("seed-oss", "<seed:think>", "</seed:think>"), ("<seed:think>",)),
-    (ReasoningFormat("granite", "<think>", "</think>", ("<response>", "</response>")), ("<response>", "<think>")),
-    (ReasoningFormat("hunyuan", "<think>", "</think>", ("<answer>", "</answer>")), ("<answer>", "<think>")),
-    (ReasoningFormat("think", "<think>", "</think>"), ("</think>",)),
-    (ReasoningFormat("think", "<think>", "</think>"), ("<think>",)),
-)  # fmt: skip
-
-
-REASONING: Final = {format.name: format for format, _ in _ROWS}
+        ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+        ReasoningFormat("seed-oss", "<seed:think>", "</seed:think>"),
+        ReasoningFormat("granite", "<think>", "</think>", ("<response>", "</response>")),
+        ReasoningFormat("hunyuan", "<think>", "</think>", ("<answer>", "</answer>")),
+        ReasoningFormat("think", "<think>", "</think>"),
+    )
+}  # fmt: skip
 """All formats by their names."""
 
 
-def reasoning_format(template: str) -> ReasoningFormat | None:
-    """The format in which a chat template writes reasoning; `None` if the template writes no known format."""
-    return next((format for format, texts in _ROWS if all(text in template for text in texts)), None)
+def reasoning_format(template: str, name: ReasoningName | Literal["none"] | None = None) -> ReasoningFormat | None:
+    """The format in which a model writes reasoning; `None` if reasoning is content, or no format is known.
+
+    Args:
+        template: the source of the chat template, or of all the model's templates.
+        name: the configured name of the format, or ``none``; `None` to detect it.
+    """
+    found = found_reasoning(template) if name is None else name
+    return None if found is None or found == "none" else REASONING[found]
 
 
 class AnswerReading(NamedTuple):
@@ -140,7 +140,7 @@ class AnswerReader:
         self._marks = tuple(dict.fromkeys((*self._openings, *dropped)))
         """The marks that end content. Those that begin neither calls nor reasoning are dropped."""
         self._code = CodeFinder()
-        is_harmony = "harmony" in (reasoning and reasoning.name, format and format.kind)
+        is_harmony = (format.kind if format is not None else reasoning and reasoning.name) == "harmony"
         harmony = HarmonyReader(self._source, self._parts, self._calls, specials, self._count)
         self._generator = (harmony.read if is_harmony else self._read)(is_open=reading.is_open)
         next(self._generator, None)

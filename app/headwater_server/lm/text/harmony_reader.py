@@ -61,6 +61,8 @@ class HarmonyReader:
         """
         if is_open:
             yield from self._body("analysis", "")
+        elif not (yield from self._begins_with_header()):
+            yield from self._body("final", "")
         while True:
             try:
                 header, mark = yield from self._source.until(self._message, *self._ends)
@@ -75,6 +77,14 @@ class HarmonyReader:
                 yield from self._body(name[0], recipient[1] if recipient is not None else "")
             self._source.begin()
         self._parts.end()
+
+    def _begins_with_header(self) -> Reading[bool]:
+        """Whether the answer begins with a header, or the rest of the header that the prompt begins. A model that a
+        grammar restricts writes no header."""
+        for word in (self._start, self._channel, self._message, " to=", "to="):
+            if (yield from self._source.follows(word)):
+                return True
+        return False
 
     def _recover(self, error: NoCall, header: str) -> None:
         """Text after a header that isn't whole is content, if the model stopped by itself."""

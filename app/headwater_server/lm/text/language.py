@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from headwater.answer_formats import ReasoningName, ToolParser
 from headwater.engine import Sampling
-from headwater.signature import ToolParser
 from headwater_server.codecs.faults import at
 from headwater_server.lm.text.answer_reader import REASONING, reasoning_format
 from headwater_server.lm.text.chat_template import ChatTemplate
@@ -23,6 +23,8 @@ class LanguageText:
     Args:
         folder: the model's Hugging Face folder.
         tool_parser: the format of the model's tool calls; `None` to detect it from the chat template.
+        reasoning: the format of the model's reasoning, or ``none`` if reasoning is content; `None` to detect it
+            from the chat template.
         sampling: defaults for sampling fields that are absent from a request.
 
     Raises:
@@ -34,6 +36,7 @@ class LanguageText:
         folder: Path,
         tool_parser: ToolParser | None = None,
         sampling: Sampling = Sampling(),  # noqa: B008  it is immutable
+        reasoning: ReasoningName | Literal["none"] | None = None,
     ) -> None:
         self.sampling = sampling
         self.tokenizer = Tokenizer(folder)
@@ -42,9 +45,9 @@ class LanguageText:
         """`None` if the model has no chat template. Conversations are then refused."""
         self.tool_format = call_format("\n".join(templates.values()), tool_parser)
         """The format of the model's tool calls; `None` if it isn't known."""
-        self.reasoning_format = reasoning_format("\n".join(templates.values()))
+        self.reasoning_format = reasoning_format("\n".join(templates.values()), reasoning)
         """The format of the model's reasoning; `None` if the model writes no reasoning in a known format."""
-        self.tool_reasoning = self.reasoning_format or REASONING["think"]
+        self.tool_reasoning = None if reasoning == "none" else self.reasoning_format or REASONING["think"]
         """The format of reasoning in answers that may have calls, since a call that is only thought of isn't made."""
 
     def encode_text(self, text: str, field: str = "prompt") -> list[int]:

@@ -75,7 +75,7 @@ def bare_key_object(text: str, quote: str) -> str:
     return value
 
 
-class _Text:
+class _LiteralText:
     """A text that is read from its beginning to its end. The caller bounds the nesting depth."""
 
     def __init__(self, text: str) -> None:
@@ -111,7 +111,7 @@ class _Text:
         return match[0]
 
 
-class _Literals(_Text):
+class _Literals(_LiteralText):
     def value(self) -> str:
         self.accept("")
         if (string := _STRING.match(self._text, self._place)) is not None:
@@ -164,7 +164,7 @@ class _Literals(_Text):
         return f"{{{', '.join(items)}}}"
 
 
-class _BareKeys(_Text):
+class _BareKeys(_LiteralText):
     def __init__(self, text: str, quote: str) -> None:
         super().__init__(text)
         self._quote = quote

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from headwater.signature import ToolParser
+from headwater.answer_formats import ToolParser, found_tool_parser
 from headwater_server.lm.text.answer_parts import SPECIAL
 from headwater_server.lm.text.call_source import SPACE
 
@@ -46,8 +46,6 @@ class CallFormat(NamedTuple):
     kind: CallKind
     tags: tuple[CallTags, ...]
     """The marks, in each variant of the format."""
-    evidence: tuple[tuple[str, ...], ...]
-    """A chat template has this format if it has all texts of any of these tuples."""
     tokens: tuple[str, ...] = ()
     """Marks of calls that may be tokens."""
     space: str = SPACE
@@ -121,59 +119,59 @@ _HARMONY: Final = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "
 
 
 def _simple(
-    name: ToolParser, kind: CallKind, opening: str, closing: str, *evidence: str, bare: str = "", space: str = SPACE
+    name: ToolParser, kind: CallKind, opening: str, closing: str, *, bare: str = "", space: str = SPACE
 ) -> CallFormat:
     """A format of one mark before calls and perhaps one after them."""
     tokens = tuple(mark for mark in (opening, closing) if mark)
     tags = (CallTags(call=opening, call_end=closing),)
-    return CallFormat(name, kind, tags, tuple((text,) for text in evidence or (opening,)), tokens, space, bare)
+    return CallFormat(name, kind, tags, tokens, space, bare)
 
 
 _ROWS: Final = (
-    CallFormat("harmony", "harmony", (), (("<|channel|>",),), _HARMONY, ""),
+    CallFormat("harmony", "harmony", (), _HARMONY, ""),
     CallFormat(
-        "kimi-k3", "pairs", (_K3,), (("<|open|>",),), ("<|open|>", "<|close|>", "<|sep|>"), "",
+        "kimi-k3", "pairs", (_K3,), ("<|open|>", "<|close|>", "<|sep|>"), "",
         reply=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
     ),
-    CallFormat("kimi-k2", "named", (_K2,), ((_K2.section,),), tuple(tag for tag in _K2 if tag), ""),
+    CallFormat("kimi-k2", "named", (_K2,), tuple(tag for tag in _K2 if tag), ""),
     CallFormat(
-        "dsml", "pairs", (_dsml("function_calls"), _dsml("tool_calls"), _dsml("calls", " ")), (("｜DSML｜",),),
+        "dsml", "pairs", (_dsml("function_calls"), _dsml("tool_calls"), _dsml("calls", " ")),
         ("｜DSML｜",),
     ),
-    CallFormat("deepseek-v3", "fenced", (_DEEPSEEK,), ((_DEEPSEEK.section,),), tuple(tag for tag in _DEEPSEEK if tag)),
+    CallFormat("deepseek-v3", "fenced", (_DEEPSEEK,), tuple(tag for tag in _DEEPSEEK if tag)),
     CallFormat(
         "gemma4", "keys", (CallTags(call="<|tool_call>", value='<|"|>', call_end="<tool_call|>"),),
-        (("<|tool_call>",),), ("<|tool_call>", "<tool_call|>", '<|"|>'), "",
+        ("<|tool_call>", "<tool_call|>", '<|"|>'), "",
     ),
     CallFormat(
         "functiongemma", "keys",
         (CallTags(call="<start_function_call>", value="<escape>", call_end="<end_function_call>"),),
-        (("<start_function_call>",),), ("<start_function_call>", "<end_function_call>", "<escape>"), "",
+        ("<start_function_call>", "<end_function_call>", "<escape>"), "",
     ),
     CallFormat(
-        "hy-v3", "pairs", (_HY,), (("<tool_sep>",),), tuple(tag for tag in _HY if tag)
+        "hy-v3", "pairs", (_HY,), tuple(tag for tag in _HY if tag)
     ),
-    CallFormat("glm", "pairs", (_GLM,), (("<arg_key>",),), tuple(tag for tag in _GLM if tag)),
+    CallFormat("glm", "pairs", (_GLM,), tuple(tag for tag in _GLM if tag)),
     CallFormat(
         "seed-oss", "pairs", (_QWEN._replace(section="<seed:tool_call>", section_end="</seed:tool_call>"),),
-        (("<seed:tool_call>",),), ("<seed:tool_call>", "</seed:tool_call>"), has_lines=True,
+        ("<seed:tool_call>", "</seed:tool_call>"), has_lines=True,
     ),
     CallFormat(
-        "qwen-xml", "pairs", (_QWEN,), (("<function=",),), ("<tool_call>", "</tool_call>"), has_lines=True,
+        "qwen-xml", "pairs", (_QWEN,), ("<tool_call>", "</tool_call>"), has_lines=True,
     ),
     CallFormat(
-        "minimax-m2", "pairs", (_MINIMAX,), (("<minimax:tool_call>",),), (_MINIMAX.section, _MINIMAX.section_end)
+        "minimax-m2", "pairs", (_MINIMAX,), (_MINIMAX.section, _MINIMAX.section_end)
     ),
     _simple("hermes", "objects", "<tool_call>", "</tool_call>"),
     CallFormat(
-        "mistral", "mistral", (CallTags(call="[TOOL_CALLS]"),), (("[TOOL_CALLS]",),),
+        "mistral", "mistral", (CallTags(call="[TOOL_CALLS]"),), 
         ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     ),
     _simple(
         "llama4", "python", "<|python_start|>", "<|python_end|>", bare="[", space=""
     ),
     _simple(
-        "llama3", "objects", "<|python_tag|>", "", "<|python_tag|>", '"parameters": dictionary of argument', bare="{",
+        "llama3", "objects", "<|python_tag|>", "", bare="{",
         space="",
     ),
     _simple("lfm2", "python", "<|tool_call_start|>", "<|tool_call_end|>"),
@@ -185,12 +183,12 @@ _ROWS: Final = (
     _simple("nemotron", "objects", "<TOOLCALL>", "</TOOLCALL>"),
     CallFormat(
         "internlm2", "objects", (CallTags(call="<|action_start|><|plugin|>", call_end="<|action_end|>"),),
-        (("<|plugin|>",),), ("<|action_start|>", "<|plugin|>", "<|action_end|>"),
+        ("<|action_start|>", "<|plugin|>", "<|action_end|>"),
     ),
-    CallFormat("xlam", "objects", (CallTags(call="```json"),), (), bare="["),
+    CallFormat("xlam", "objects", (CallTags(call="```json"),), bare="["),
 )  # fmt: skip
 FORMATS: Final[Mapping[ToolParser, CallFormat]] = {row.name: row for row in _ROWS}
-"""All formats, in the order in which a chat template is compared with them."""
+"""All formats by their names."""
 
 
 def call_format(template: str, parser: ToolParser | None = None) -> CallFormat | None:
@@ -201,11 +199,8 @@ def call_format(template: str, parser: ToolParser | None = None) -> CallFormat |
         template: the source of the template, or of all the model's templates.
         parser: the configured name of the format; `None` to detect it.
     """
-    if parser is None:
-        rows = (row for row in _ROWS if any(all(text in template for text in texts) for texts in row.evidence))
-        format = next(rows, None)
-    else:
-        format = FORMATS[parser]
+    name = parser or found_tool_parser(template)
+    format = None if name is None else FORMATS[name]
     if format is not None and format.name == "mistral":
         return format._replace(has_names="[ARGS]" in template)
     return format

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from headwater_server.cli.bench.answer_reader import Fault
 from headwater_server.cli.bench.closed_loop import STOPPED, closed_loop
 from headwater_server.cli.bench.job import Job, Load, RequestSet
 from headwater_server.cli.bench.outcomes import Outcomes
 from headwater_server.cli.bench.request_bodies import Body
+from headwater_server.cli.bench.sample_reader import Fault
 from headwater_server.cli.bench.slo import Limits
 from tests.load_target import Answer, Asked, LoadTarget, events, load_target
 from tests.running import wait_for

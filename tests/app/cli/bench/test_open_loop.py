@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from headwater_server.cli.bench.answer_reader import Fault
 from headwater_server.cli.bench.job import Job, Load, RequestSet
 from headwater_server.cli.bench.open_loop import PreciseTimer, arrival_times, open_loop
 from headwater_server.cli.bench.outcomes import Outcomes
 from headwater_server.cli.bench.request_bodies import Body
+from headwater_server.cli.bench.sample_reader import Fault
 from tests.load_target import Answer, Asked, LoadTarget, load_target
 from tests.running import wait_for
 

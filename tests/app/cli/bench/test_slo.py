@@ -6,8 +6,8 @@ from argparse import ArgumentTypeError
 
 import pytest
 
-from headwater_server.cli.bench.answer_reader import Sample, TokenReader
 from headwater_server.cli.bench.outcomes import Outcomes, merged
+from headwater_server.cli.bench.sample_reader import Sample, TokenReader
 from headwater_server.cli.bench.slo import Limits, read_limits, request_limits
 
 

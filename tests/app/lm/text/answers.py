@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from headwater.signature import ToolParser
+from headwater.answer_formats import ReasoningName, ToolParser
 from headwater_server.lm.text.answer_parts import SPECIAL, AnswerPart, CallPart, ReasoningPart
 from headwater_server.lm.text.answer_reader import REASONING, AnswerReading
 from headwater_server.lm.text.tool_calls import FORMATS, CallFormat, ToolUse
@@ -53,7 +53,7 @@ def joined(parts: list[AnswerPart]) -> Answer:
 
 def reading(
     format: ToolParser | CallFormat | None,
-    reasoning: str | None = None,
+    reasoning: ReasoningName | None = None,
     *,
     has_tokens: bool = False,
     is_open: bool = False,

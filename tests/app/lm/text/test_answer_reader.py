@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater.signature import ToolParser
+from headwater.answer_formats import ReasoningName, ToolParser
 from headwater_server.lm.text.answer_parts import SPECIAL, ReasoningPart
 from headwater_server.lm.text.answer_reader import REASONING, AnswerReading, reasoning_format
 from headwater_server.lm.text.tool_calls import FORMATS
@@ -52,7 +52,7 @@ def test_the_format_of_reasoning_is_known_by_the_template(template: str, name: s
         ("mistral", "[/INST]", False),
     ],
 )
-def test_some_prompts_begin_the_reasoning(name: str, prompt: str, is_open: bool) -> None:
+def test_some_prompts_begin_the_reasoning(name: ReasoningName, prompt: str, is_open: bool) -> None:
     assert AnswerReading(None, REASONING[name]).after(prompt).is_open == is_open
 
 
@@ -77,7 +77,7 @@ def test_some_prompts_begin_the_reasoning(name: str, prompt: str, is_open: bool)
         ),
     ],
 )  # fmt: skip
-def test_reasoning_is_no_content(name: str, answer: str, reasoning: str, content: str) -> None:
+def test_reasoning_is_no_content(name: ReasoningName, answer: str, reasoning: str, content: str) -> None:
     assert read_all_ways(reading(None, name), answer) == (content, reasoning, [])
     assert read_all_ways(reading("hermes", name), answer) == (content, reasoning, [])
 
@@ -175,7 +175,7 @@ def answers(draw: st.DrawFn) -> str:
     st.booleans(), st.booleans(), st.sampled_from(["stop", "length"]), st.booleans(),
 )  # fmt: skip
 def test_cuts_do_not_matter(
-    format: ToolParser, reasoning: str | None, answer: str, sizes: list[int], has_tokens: bool, is_open: bool,
+    format: ToolParser, reasoning: ReasoningName | None, answer: str, sizes: list[int], has_tokens: bool, is_open: bool,
     finish: str, is_constrained: bool,
 ) -> None:  # fmt: skip
     way = reading(

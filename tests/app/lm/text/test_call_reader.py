@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headwater.signature import ToolParser
+from headwater.answer_formats import ToolParser
 from headwater_server.lm.text.answer_parts import CallPart
 from tests.app.lm.text.answers import read, read_all_ways, reading
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headwater.signature import ToolParser
+from headwater.answer_formats import ToolParser
 from headwater_server.lm.text.tool_calls import FORMATS, call_format
 
 

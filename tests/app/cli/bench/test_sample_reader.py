@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headwater_server.cli.bench.answer_reader import EventParser, Fault, TokenReader
+from headwater_server.cli.bench.sample_reader import EventParser, Fault, TokenReader
 
 TEXTS = st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"]), min_size=1, max_size=20)
 
