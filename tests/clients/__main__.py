@@ -30,6 +30,7 @@ from tests.running import serve
 __all__: list[str] = []
 
 FOLDER: Final = Path(__file__).parent
+ROOT: Final = FOLDER.parents[1]
 CLIENTS: Final = Environments(
     ".venv-clients",
     FOLDER,
@@ -46,6 +47,7 @@ CLIENTS: Final = Environments(
         "cohere": "cohere",
         "tei": "huggingface_hub",
         "tritonclient": "tritonclient",
+        "canitoolcall": "canitoolcall",
     },
 )
 GO: Final = "go"
@@ -126,6 +128,8 @@ def run(command: list[str], variables: dict[str, str]) -> Result:
         **os.environ,
         **variables,
         "HEADWATER_TOKENIZER": str(TINY_LM),
+        "HEADWATER_PYTHON": sys.executable,
+        "HEADWATER_PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("app", "inference", "")),
         "NO_PROXY": "127.0.0.1",
     }
     try:
