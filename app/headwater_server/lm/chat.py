@@ -329,7 +329,7 @@ class ChatRequest(ReasoningFields, kw_only=True):
         if not choice.names:
             return [], None, grammar
         callable_ = {n: tool for n, tool in enumerate(tools) if tool["function"]["name"] in choice.names}
-        is_held = choice.is_required and "lark" in limits.grammars
+        is_held = (choice.is_required or grammar is not None) and "lark" in limits.grammars
         format = required_format(text.tool_format, callable_) if is_held else text.tool_format
         if format is None:
             reason = "this model's chat template has no known format of tool calls"
@@ -342,7 +342,6 @@ class ChatRequest(ReasoningFields, kw_only=True):
         schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
         schemas = {name: schemas[name] for name in choice.names}
         if choice.is_required or grammar is not None:
-            format = required_format(format, callable_)
             grammar = call_grammar(
                 format, callable_, text.tokenizer.texts.added_id, is_single=is_single,
                 content=None if choice.is_required else grammar, content_opening=content_opening(text.reasoning_format),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import orjson
 
 from headwater_server.codecs.faults import at, shown
-from headwater_server.errors import BadRequest
 from headwater_server.lm.messages_body import (
     Block,
     ImageBlock,
@@ -21,22 +20,10 @@ from headwater_server.lm.messages_body import (
     Turn,
 )
 
-__all__ = ["SYSTEM_MARK", "SYSTEM_PROBE", "ChatHistory", "has_later_system"]
+__all__ = ["ChatHistory", "has_later_system"]
 
 _Part: TypeAlias = tuple[dict[str, Any], str]
 """A part of a chat message's content, and the path of its block."""
-
-SYSTEM_MARK: Final = "zqxsystem"
-SYSTEM_PROBE: Final = [
-    {"role": "system", "content": SYSTEM_MARK},
-    {"role": "user", "content": "a"},
-    {"role": "system", "content": SYSTEM_MARK},
-    {"role": "assistant", "content": "b"},
-    {"role": "user", "content": "c"},
-    {"role": "system", "content": SYSTEM_MARK},
-]
-"""A conversation with system messages after users' messages, as today's agents send them. A chat template keeps such
-messages if its text for this conversation has `SYSTEM_MARK` three times; others refuse them, or leave them out."""
 
 
 def has_later_system(turns: Sequence[Turn], *, has_first: bool) -> bool:
@@ -216,15 +203,3 @@ def _text_part(text: str) -> dict[str, Any]:
 
 def _tag(kind: Any) -> str:
     return str(kind.__struct_config__.tag)
-
-
-def keeps_later_system(render: Callable[[list[dict[str, str]]], str]) -> bool:
-    """Whether a chat template keeps system messages that aren't the first.
-
-    Args:
-        render: renders a conversation; raises `BadRequest` if the template refuses it.
-    """
-    try:
-        return render(SYSTEM_PROBE).count(SYSTEM_MARK) == len(SYSTEM_PROBE) // 2
-    except BadRequest:
-        return False

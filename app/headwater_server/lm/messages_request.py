@@ -27,7 +27,8 @@ from headwater_server.lm.messages_body import (
     ToolUseChoice,
     Turn,
 )
-from headwater_server.lm.messages_history import ChatHistory, has_later_system, keeps_later_system
+from headwater_server.lm.messages_history import ChatHistory, has_later_system
+from headwater_server.lm.reasoning_fields import Thinking
 from headwater_server.lm.renamed_fields import own_path, renamed
 from headwater_server.lm.sampling_fields import Flag, Seconds, Temperature, TopK
 from headwater_server.lm.text.answer_reader import AnswerReading
@@ -96,7 +97,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
         """Convert the request into the equivalent chat request.
 
         Args:
-            is_relayed: whether vLLM computes the model, which may take images, and continues an assistant's message.
+            is_relayed: whether vLLM computes the model, which may take images.
             folds_system: see `ChatHistory`.
 
         Raises:
@@ -119,15 +120,12 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
             "tool_choice": self._chat_choice(has_tools=bool(tools)),
             "parallel_tool_calls": False if self._is_single else None,
             "response_format": None if schema is None else {"type": "json_schema", "json_schema": schema},
-            **self._reasoning_fields(),
+            **self._reasoning_fields(is_relayed=is_relayed),
             **self._answer_fields(),
         }
         if self.messages[-1].role == "assistant":
-            if not is_relayed:
-                expected = "expected the user's message last, since this model does not continue an assistant's message"
-                raise at(f"messages[{len(self.messages) - 1}].role", None, f"{expected}; got 'assistant'")
             fields |= {"add_generation_prompt": False, "continue_final_message": True}
-        if self.thinking is not None and self.thinking.budget_tokens is not None:
+        if is_relayed and self.thinking is not None and self.thinking.budget_tokens is not None:
             ignored.append("thinking.budget_tokens")
         names = {**_NAMES, **history.names, **tool_names}
         names |= dict.fromkeys(("response_format", "response_format.json_schema"), path)
@@ -154,8 +152,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
         Raises:
             BadRequest: a field is wrong, or exceeds a limit of the model.
         """
-        folds = self.has_later_system and not keeps_later_system(lambda messages: text.chat_text(messages, None))
-        form = self.chat_form(is_relayed=False, folds_system=folds)
+        form = self.chat_form(is_relayed=False, folds_system=False)
         format = form.fields.get("response_format")
         chat = ChatRequest(**{**form.fields, "response_format": format and msgspec.convert(format, ResponseFormat)})
         try:
@@ -166,10 +163,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
             if spec.grammar is not None and spec.grammar.field in form.names:
                 grammar = structs.replace(spec.grammar, field=form.names[spec.grammar.field])
                 plan.specs[n] = structs.replace(spec, grammar=grammar)
-        ignored = [own_path(name, form.names) for name in plan.ignored]
-        if self._is_switch_ignored(text):
-            ignored.append("thinking")
-        return plan._replace(ignored=(*form.ignored, *ignored))
+        return plan._replace(ignored=(*form.ignored, *(own_path(name, form.names) for name in plan.ignored)))
 
     def _check_state(self) -> None:
         if self.thread is not None:
@@ -192,18 +186,17 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
         switches = {"enabled": True, "disabled": False}
         return None if self.thinking is None else switches.get(self.thinking.type)
 
-    def _reasoning_fields(self) -> dict[str, Any]:
+    def _reasoning_fields(self, *, is_relayed: bool) -> dict[str, Any]:
         """The chat request's fields about reasoning."""
-        switches = {} if self._is_thinking is None else dict.fromkeys(_SWITCHES, self._is_thinking)
         effort = None if self.output_config is None or self._is_thinking is False else self.output_config.effort
-        variables = {**switches, **(self.chat_template_kwargs or {})}
-        return {"chat_template_kwargs": variables or None, "reasoning_effort": effort}
-
-    def _is_switch_ignored(self, text: LanguageText) -> bool:
-        """Whether the model thinks although it must not, or can't think although it has to."""
-        if self._is_thinking is None or text.template is None or not text.template.variables.isdisjoint(_SWITCHES):
-            return False
-        return self._is_thinking is (text.reasoning_format is None)
+        variables = self.chat_template_kwargs
+        if is_relayed:  # vLLM passes each variable to the template, which knows one of these or none
+            switches = {} if self._is_thinking is None else dict.fromkeys(_SWITCHES, self._is_thinking)
+            return {"chat_template_kwargs": {**switches, **(variables or {})} or None, "reasoning_effort": effort}
+        thinking = None
+        if self.thinking is not None:
+            thinking = Thinking(type=self.thinking.type, budget_tokens=self.thinking.budget_tokens)
+        return {"thinking": thinking, "chat_template_kwargs": variables, "reasoning_effort": effort}
 
     # Tools
 

@@ -20,9 +20,9 @@ from headwater_server.gateway.routes.texts import answer_text, client_of
 from headwater_server.gateway.routes.vllm_requests import answer_relayed, asked_model, tokenized
 from headwater_server.lm.known_fields import read_known
 from headwater_server.lm.language_model import LmDispatcher
-from headwater_server.lm.messages_history import SYSTEM_PROBE, keeps_later_system
 from headwater_server.lm.messages_request import ChatForm, CountTokensRequest, MessagesRequest
-from headwater_server.lm.renamed_fields import renamed
+from headwater_server.lm.renamed_fields import own_path, renamed
+from headwater_server.lm.text.chat_template import SYSTEM_PROBE, keeps_system_messages
 from headwater_server.lm.text_pool import TextPool
 from headwater_server.lm.tokenize_body import MAX_TOKENS
 from headwater_server.telemetry.catalogue import Route
@@ -80,12 +80,18 @@ class _ConversationEndpoint(BodyEndpoint, Generic[_Body]):
     ) -> ASGIApp:
         """Convert a request into vLLM's chat request, and answer it."""
         folds = request.has_later_system and not await self._keeps_system(scope, receive, dispatcher, request.model)
-        convert = partial(request.chat_form, is_relayed=True, folds_system=folds)
-        form = await self._pool.run(convert, client_of(scope), len(raw))
+
+        def converted() -> tuple[VllmRequest, ChatForm]:
+            form = request.chat_form(is_relayed=True, folds_system=folds)
+            try:
+                return read_request("chat", form.fields, fetches=dispatcher.fetches_media), form
+            except BadRequest as error:
+                raise renamed(error, form.names) from None
+
+        relayed, form = await self._pool.run(converted, client_of(scope), len(raw))
+        if ignored := (*form.ignored, *(own_path(name, form.names) for name in relayed.ignored)):
+            note_ignored(scope, ignored)
         try:
-            relayed = read_request("chat", form.fields)
-            if form.ignored:
-                note_ignored(scope, form.ignored)
             return await self._answer_relayed(scope, receive, dispatcher, request, relayed, form, len(raw))
         except BadRequest as error:
             raise renamed(error, form.names) from None
@@ -97,7 +103,7 @@ class _ConversationEndpoint(BodyEndpoint, Generic[_Body]):
             text = "".join((await tokenized(scope, receive, dispatcher, asked)).token_strs or ())
         except BadRequest:
             return False
-        return keeps_later_system(lambda _: text)
+        return keeps_system_messages(text)
 
     @abstractmethod
     async def _answered(

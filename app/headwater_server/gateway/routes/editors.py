@@ -20,7 +20,7 @@ from headwater_server.gateway.models import Models, ServedModel
 from headwater_server.gateway.routes.model_cards import (
     default_version,
     generates_text,
-    has_tools,
+    known_text,
     ready_models,
     ready_since,
 )
@@ -142,10 +142,11 @@ def _shown(models: Models, model: ServedModel) -> dict[str, Any]:
     if limits is not None:
         about[f"{_ARCHITECTURE}.context_length"] = limits.context_length
     capabilities = [kind for kind in (_capability(model),) if kind]
-    if has_tools(models, model):
+    text = known_text(models, model)
+    if text is not None and text.tool_format is not None:
         capabilities.append("tools")
-    dispatcher = default_version(models, model).dispatcher
-    text = dispatcher.loaded_text if isinstance(dispatcher, LmDispatcher) else None
+    if text is not None and text.reasoning_format is not None:
+        capabilities.append("thinking")
     return {
         "modified_at": ready_since(model),
         "template": "" if text is None else text.tokenizer.chat_templates.get("default", ""),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
@@ -13,7 +13,10 @@ from headwater_server.gateway.http.entry import MODELS_PATH
 from headwater_server.gateway.models import Models, ServedModel
 from headwater_server.lm.language_model import LmDispatcher
 
-__all__ = ["default_version", "generates_text", "has_tools", "model_card_routes", "ready_models", "ready_since"]
+if TYPE_CHECKING:
+    from headwater_server.lm.text.language import LanguageText
+
+__all__ = ["default_version", "generates_text", "known_text", "model_card_routes", "ready_models", "ready_since"]
 
 _ANTHROPIC: Final = "anthropic-version"
 _ROUTES: Final = {"responses": "/v1/responses", "messages": "/v1/messages"}
@@ -41,8 +44,9 @@ def model_card_routes(models: Models) -> APIRouter:
         if generates_text(model):
             paths = {getattr(each, "path", "") for each in request.app.routes}
             about["capabilities"] = {name: path in paths for name, path in _ROUTES.items()}
-            if (tools := has_tools(models, model)) is not None:
-                about["capabilities"] |= {"tools": tools, "images": False}
+            if (text := known_text(models, model)) is not None:
+                reasons = text.reasoning_format is not None
+                about["capabilities"] |= {"tools": text.tool_format is not None, "reasoning": reasons, "images": False}
         return about
 
     @router.get(MODELS_PATH, summary="The models that are ready, in OpenAI's form or Anthropic's")
@@ -88,9 +92,7 @@ def default_version(models: Models, model: ServedModel) -> ServedModel:
     return model if model.route.traffic is None else models.get(model.name, model.version)
 
 
-def has_tools(models: Models, model: ServedModel) -> bool | None:
-    """Whether a language model's calls of tools are understood. None: it isn't known here, because tokenizer and chat
-    template aren't loaded, or because vLLM computes the model."""
+def known_text(models: Models, model: ServedModel) -> LanguageText | None:
+    """A language model's tokenizer and chat template. None: they aren't loaded, or vLLM computes the model."""
     dispatcher = default_version(models, model).dispatcher
-    text = dispatcher.loaded_text if isinstance(dispatcher, LmDispatcher) else None
-    return None if text is None else text.tool_format is not None
+    return dispatcher.loaded_text if isinstance(dispatcher, LmDispatcher) else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Final
 
 import jinja2
@@ -19,7 +20,18 @@ from headwater_server.errors import BadRequest, ConfigError
 from headwater_server.lm.text.call_ids import with_template_ids
 from headwater_server.lm.text.template_environment import Refused, TemplateEnvironment
 
-__all__ = ["ChatTemplate"]
+__all__ = ["SYSTEM_PROBE", "ChatTemplate", "keeps_system_messages"]
+
+_SYSTEM_MARK: Final = "zqxsystem"
+SYSTEM_PROBE: Final = [
+    {"role": "system", "content": _SYSTEM_MARK},
+    {"role": "user", "content": "a"},
+    {"role": "system", "content": _SYSTEM_MARK},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+    {"role": "system", "content": _SYSTEM_MARK},
+]
+"""A conversation with system messages after users' messages, as today's agents send them."""
 
 MAX_CHARACTERS: Final = 16 << 20
 """Maximum number of characters of a rendering, including macros and blocks: about four times a context of a million
@@ -81,7 +93,7 @@ class ChatTemplate:
 
         Args:
             messages: the result of `headwater_server.lm.text.chat_messages.checked_messages`. If the template refuses
-                the conversation, system messages after the first message join the user's message before them.
+                system messages after the first message or leaves them out, they join the user's message before them.
             add_generation_prompt: whether the text ends with the beginning of the model's answer.
             tools: OpenAI's ``tools``.
             variables: further variables of the template, such as ``enable_thinking``.
@@ -92,22 +104,18 @@ class ChatTemplate:
         """
         template = (self._templates.get("tool_use") if tools is not None else None) or self._templates["default"]
         present = [self._for_template(message) for message in with_template_ids(messages, self._source)]
+        joined = _with_one_system_message(present)
         values = {
             "documents": None,
             **self._special_tokens,
             **(variables or {}),
-            "messages": present,
+            "messages": present if joined is None or self._keeps_system_messages else joined,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
         with self._environment.budget:
             try:
-                try:
-                    return template.render(values)
-                except Refused:
-                    if (joined := _with_one_system_message(present)) is None:
-                        raise
-                    return template.render({**values, "messages": joined})
+                return template.render(values)
             except Refused as error:
                 raise _bad_template(f"the model's chat template refuses the conversation: {error}") from error
             except _FAULTS as error:
@@ -147,6 +155,17 @@ class ChatTemplate:
             raise at(f"{path}.content", None, f"{reason}; leave out continue_final_message")
         return begin if rest.startswith(" ") else begin.rstrip()  # a template that strips the content has no space
 
+    @cached_property
+    def _keeps_system_messages(self) -> bool:
+        """Whether the template writes system messages that follow a user's message."""
+        values = {"documents": None, **self._special_tokens, "tools": None, "add_generation_prompt": True}
+        with self._environment.budget:
+            try:
+                text = self._templates["default"].render({**values, "messages": SYSTEM_PROBE})
+            except (Refused, *_FAULTS):
+                return False
+        return keeps_system_messages(text)
+
     def _for_template(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Remove nulls from a message, because templates would print them, and set its reasoning under the names that
         templates use.
@@ -159,6 +178,11 @@ class ChatTemplate:
             present["role"] = "system"
         reasoning = next((present[name] for name in _REASONING_FIELDS if name in present), None)
         return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
+
+
+def keeps_system_messages(text: str) -> bool:
+    """Whether a chat template that renders `SYSTEM_PROBE` as this text keeps all system messages."""
+    return text.count(_SYSTEM_MARK) == sum(message["content"] == _SYSTEM_MARK for message in SYSTEM_PROBE)
 
 
 def _with_one_system_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
@@ -179,7 +203,7 @@ def _with_one_system_message(messages: Sequence[dict[str, Any]]) -> list[dict[st
         joined.append(message)
         parts.append([message.get("content", "")])
     return [
-        {**message, "content": "\n\n".join(texts)} if len(texts) > 1 else message
+        {**message, "content": "\n".join(texts)} if len(texts) > 1 else message
         for message, texts in zip(joined, parts, strict=True)
     ]  # fmt: skip
 

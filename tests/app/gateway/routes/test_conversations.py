@@ -26,6 +26,7 @@ from tests.app.lm.scripted import Gateway, Script, ScriptedDispatcher, ScriptedM
 from tests.app.lm.scripted import serving as serving_scripted
 from tests.app.lm.tool_text import CALL, tool_text
 from tests.app.serving import serving, until
+from tests.app.vllm.pictures import png_url
 from tests.app.vllm.stand_in import SIGNATURE, Exchange, error, hangs
 from tests.app.vllm.stand_in import Script as VllmScript
 from tests.counted import counts_of
@@ -37,6 +38,8 @@ HELLO: Any = [{"role": "user", "content": "hi"}]
 WEATHER: Any = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
 ASKED: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 200}
 TOOLS: Any = {**ASKED, "tools": [WEATHER]}
+
+PNG = png_url(2, 2)
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +291,10 @@ async def test_a_message_of_vllm() -> None:
         gateway.replica.script = whole(
             chat_answer("tool_calls", reasoning="Hm.", content="So.", tool_calls=[CHAT_CALL])
         )
-        image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+        image = {
+            "type": "image",
+            "source": {"type": "base64", "media_type": "image/png", "data": PNG.partition(",")[2]},
+        }
         turns = [{"role": "user", "content": [image, {"type": "text", "text": "hi"}]}]
         answer = (await post(gateway, messages=turns, tools=[WEATHER], system="s", stop_sequences=["x"])).json()
         assert answer["content"] == [
@@ -305,7 +311,7 @@ async def test_a_message_of_vllm() -> None:
             "messages": [
                 {"role": "system", "content": "s"},
                 {"role": "user", "content": [
-                    {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+                    {"type": "image_url", "image_url": {"url": PNG}},
                     {"type": "text", "text": "hi"},
                 ]},
             ],

@@ -80,10 +80,12 @@ async def test_openais_form_has_what_other_servers_clients_look_for(tmp_path: Pa
         assert cards["hermes"] == {
             "id": "hermes", "object": "model", "created": 1_800_000_000, "owned_by": "headwater", "root": "hermes",
             "parent": None, "max_model_len": 64, "context_length": 64, "context_window": 64,
-            "capabilities": {"responses": True, "messages": False, "tools": True, "images": False},
+            "capabilities": {
+                "responses": True, "messages": True, "tools": True, "reasoning": False, "images": False,
+            },
         }  # fmt: skip
         assert cards["tiny"]["capabilities"]["tools"] is False
-        assert cards["base"]["capabilities"] == {"responses": True, "messages": False}
+        assert cards["base"]["capabilities"] == {"responses": True, "messages": True}
         assert (cards["tuned"]["root"], cards["tuned"]["parent"]) == ("base", "base")
         assert "capabilities" not in cards["plain"]
         assert await got(client, "/v1/models/tuned") == cards["tuned"]

@@ -161,11 +161,11 @@ SYSTEM_FIRST = """{% for message in messages %}{% if message.role == "system" an
 @pytest.mark.parametrize(
     ("roles", "expected"),
     [
-        ("system user system assistant", "system: 0|user: 1\n\n2|assistant: 3"),
-        ("system system user", "system: 0\n\n1|user: 2"),
-        ("user assistant developer user system system", "user: 0\n\n2|assistant: 1|user: 3\n\n4\n\n5"),
-        ("system user assistant tool system", "system: 0|user: 1\n\n4|assistant: 2|tool: 3"),
-        ("assistant system", "assistant: 0\n\n1"),
+        ("system user system assistant", "system: 0|user: 1\n2|assistant: 3"),
+        ("system system user", "system: 0\n1|user: 2"),
+        ("user assistant developer user system system", "user: 0\n2|assistant: 1|user: 3\n4\n5"),
+        ("system user assistant tool system", "system: 0|user: 1\n4|assistant: 2|tool: 3"),
+        ("assistant system", "assistant: 0\n1"),
     ],
 )
 def test_a_later_system_message_that_the_template_refuses_joins_the_users_turn(roles: str, expected: str) -> None:
