@@ -65,7 +65,7 @@ def whole() -> None:
 def streamed_is_whole() -> None:
     expected = client.messages.create(**GREEDY)
     with client.messages.stream(**GREEDY) as stream:
-        assert "".join(stream.text_stream) == expected.content[0].text  # type: ignore[union-attr]
+        assert "".join(stream.text_stream) == expected.content[0].text
         final = stream.get_final_message()
     assert (texts(final), final.stop_reason) == (texts(expected), expected.stop_reason)
     assert final.usage.output_tokens == expected.usage.output_tokens
@@ -124,18 +124,17 @@ def the_result_of_a_call_goes_back() -> None:
 
 
 def prompt_tokens(answer: Message) -> int:
-    return answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+    return int(answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0))
 
 
 def the_tool_runner() -> None:
-    @anthropic.beta_tool
     def weather(city: str) -> str:
         """The weather of a city."""
         return f"mild in {city}"
 
     # Its first request has a `thread`, which is refused; then it sends the whole conversation.
     fields: Any = {**ASKED, "max_tokens": 20}
-    runner = client.beta.messages.tool_runner(tools=[weather], **fields)
+    runner = client.beta.messages.tool_runner(tools=[anthropic.beta_tool(weather)], **fields)
     assert runner.until_done().content[0].type == "text"
 
 
@@ -157,7 +156,7 @@ def thinking() -> None:
     omitted = client.messages.create(
         **{**GREEDY, "model": "thinker", "max_tokens": 40}, thinking={"type": "adaptive", "display": "omitted"}
     )
-    assert omitted.content[0].thinking == ""  # type: ignore[union-attr]
+    assert omitted.content[0].thinking == ""
     disabled = client.messages.create(**{**GREEDY, "model": "thinker", "max_tokens": 40}, thinking={"type": "disabled"})
     assert disabled.content[0].type == "text"
     turns = [*ASKED["messages"], {"role": "assistant", "content": answer.content}, *ASKED["messages"]]
@@ -165,11 +164,11 @@ def thinking() -> None:
 
 
 def a_stop_sequence() -> None:
-    text = client.messages.create(**GREEDY).content[0].text  # type: ignore[union-attr]
+    text = client.messages.create(**GREEDY).content[0].text
     stop = text[10:13]
     answer = client.messages.create(stop_sequences=[stop], **GREEDY)
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
-    assert answer.content[0].text == text[: text.index(stop)]  # type: ignore[union-attr]
+    assert answer.content[0].text == text[: text.index(stop)]
 
 
 def the_context_ends_an_answer() -> None:
@@ -208,7 +207,7 @@ def asynchronous() -> None:
     async def main() -> None:
         async with anthropic.AsyncAnthropic(base_url=URL, api_key="none", max_retries=0) as clients:
             answers = await asyncio.gather(*(clients.messages.create(**GREEDY) for _ in range(4)))
-            assert len({answer.content[0].text for answer in answers}) == 1  # type: ignore[union-attr]
+            assert len({answer.content[0].text for answer in answers}) == 1
             async with clients.messages.stream(**GREEDY) as stream:
                 final = await stream.get_final_message()
             assert texts(final) == texts(answers[0])

@@ -156,16 +156,7 @@ def shared_paths(
             of_models(schemas["ResponsesRequest"], text_models),
             {"model": text_models[0], "input": messages[0]["content"], "max_output_tokens": 64},
         )
-        paths["/v1/messages"] = _messages_operation(
-            _body(schemas["MessagesRequest"], text_models, messages=messages, max_tokens=64)
-        )
-        paths["/v1/messages/count_tokens"] = operation(
-            "anthropic",
-            "count_tokens",
-            "Count the tokens of a prompt, as Anthropic's API does",
-            _body(schemas["CountTokensRequest"], text_models, messages=messages),
-            response("Their number", {JSON: object_schema({"input_tokens": INTEGER})}),
-        )
+        paths |= _messages_paths(text_models, messages, schemas)
     if language_models:
         strings = {"type": ["array", "null"], "items": {"type": ["string", "null"]}}
         tokens = {"type": "array", "items": INTEGER}
@@ -331,6 +322,19 @@ def _responses_operation(schema: dict[str, Any], example: dict[str, Any]) -> dic
     end = "of which the last is `response.completed`, `response.incomplete` or `response.failed`"
     summary = "Answer, as OpenAI's API for responses does; no answer is stored"
     return _answered_in_two_ways("responses", summary, {"schema": schema, "example": example}, answer, end)
+
+
+def _messages_paths(models: list[str], messages: list[dict[str, str]], schemas: dict[str, Any]) -> dict[str, Any]:
+    """The operations of Anthropic's API, by path, with these messages as the example."""
+    count = operation(
+        "anthropic",
+        "count_tokens",
+        "Count the tokens of a prompt, as Anthropic's API does",
+        _body(schemas["CountTokensRequest"], models, messages=messages),
+        response("Their number", {JSON: object_schema({"input_tokens": INTEGER})}),
+    )
+    body = _body(schemas["MessagesRequest"], models, messages=messages, max_tokens=64)
+    return {"/v1/messages": _messages_operation(body), "/v1/messages/count_tokens": count}
 
 
 def _messages_operation(body: dict[str, Any]) -> dict[str, Any]:
