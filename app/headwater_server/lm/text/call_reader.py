@@ -232,17 +232,7 @@ class CallReader:
         Raises:
             NoCall: the text is too long, or isn't allowed.
         """
-        source, parts, size = self._source, list[str](), 0
-
-        def add(part: str) -> None:
-            nonlocal size
-            parts.append(part)
-            size += len(part)
-            if size > _MAX_HEAD or (allowed is not None and not allowed.fullmatch(part)):
-                raise NoCall
-
-        _, mark = yield from source.until(*marks, on_part=add)
-        return "".join(parts), mark
+        return (yield from self._source.until(*marks, most=_MAX_HEAD, allowed=allowed))
 
     # A name and arguments in tags
 
@@ -285,14 +275,17 @@ class CallReader:
             marks += [f"\n{tags.key}", f"\n{tags.call_end}"]
         while True:
             try:
-                _, mark = yield from source.until(*marks, on_part=parts.append)
+                text, mark = yield from source.until(*marks)
             except CutShort:
                 raise
             except NoCall:
-                text, end, rest = "".join(parts).rpartition(tags.call_end)
-                if source.at_barrier or not tags.value or not end or rest.strip():
+                if source.at_barrier or not tags.value:
+                    raise
+                text, end, rest = source.taken().rpartition(tags.value)[2].rpartition(tags.call_end)
+                if not end or rest.strip():
                     raise
                 return text, None, True
+            parts.append(text)
             if mark == tags.value_end:
                 space = yield from source.read_space()
                 is_line = not has_lines or "\n" in space or _ends_line(parts)

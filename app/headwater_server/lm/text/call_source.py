@@ -191,22 +191,33 @@ class CallSource:
             yield from self.wait()
         raise NoCall
 
-    def until(self, *marks: str, on_part: Callable[[str], None] | None = None) -> Reading[tuple[str, str]]:
+    def until(
+        self, *marks: str, most: int | None = None, allowed: re.Pattern[str] | None = None
+    ) -> Reading[tuple[str, str]]:
         """Read up to the first of these marks, and read the mark. Returns the text before it, and the mark.
 
         Args:
             marks: the marks.
-            on_part: called with each part of the text before the mark as it arrives; the returned text is empty then.
+            most: the most characters before the mark.
+            allowed: matches the characters that may stand before the mark.
 
         Raises:
             NoCall: no such mark follows.
         """
         parts = list[str]()
-        add = parts.append if on_part is None else on_part
         while True:
-            end, mark = self._next(marks)
-            add(self.text[self.place : end])
-            self.place = end + len(mark)
+            end, mark = self._next(marks, most)
+            # What is read before a failure must not depend on the pieces.
+            match = None if allowed is None else allowed.match(self.text, self.place, end)
+            stop = end if match is None else match.end()
+            if most is not None:
+                stop = min(stop, self.place + most)
+                most -= stop - self.place
+            parts.append(self.text[self.place : stop])
+            self.place = stop
+            if stop < end:
+                raise NoCall
+            self.place += len(mark)
             if mark:
                 return "".join(parts), mark
             yield from self.wait()
@@ -230,11 +241,12 @@ class CallSource:
                 return mark
             yield
 
-    def _next(self, marks: tuple[str, ...]) -> tuple[int, str]:
+    def _next(self, marks: tuple[str, ...], most: int | None = None) -> tuple[int, str]:
         """Where the first of these marks begins, and the mark; an empty mark if no mark has surely begun: then up to
-        where the text has no mark."""
-        match = _pattern(marks).search(self.text, self.place, self.limit)
-        end = self.limit - (0 if self.is_done else self.held(marks))
+        where the text has no mark. If `most` is set, hardly more characters are looked at."""
+        limit = self.limit if most is None else min(self.limit, self.place + most + 1 + max(map(len, marks)))
+        match = _pattern(marks).search(self.text, self.place, limit)
+        end = limit if limit < self.limit else limit - (0 if self.is_done else self.held(marks))
         if match is None or (end <= match.start() and not self.is_done):  # a longer mark may have begun
             return end, ""
         return match.start(), match[0]
