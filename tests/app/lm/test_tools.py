@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from headwater_server.errors import BadRequest
 from headwater_server.lm.chat import ChatAnswer, ChatRequest
+from headwater_server.lm.text.answer_parts import CallPart
 from headwater_server.lm.text.answer_reader import AnswerReading
 from headwater_server.lm.text.tool_calls import FORMATS, ToolUse
 from headwater_server.lm.text_plan import TextPlan
@@ -205,6 +206,15 @@ def test_a_model_whose_format_is_not_known_names_the_option() -> None:
     body = {"model": "m", "messages": HELLO, "tools": TOOLS}
     with pytest.raises(BadRequest, match=r"tools: .* set the deployment's `options\.tool_parser`"):
         ChatRequest.read(json.dumps(body).encode()).plan(tiny_text(), LIMITS)
+
+
+def test_a_call_that_is_required_of_a_model_whose_format_is_not_known_is_an_object() -> None:
+    limits = msgspec.structs.replace(LIMITS, grammars=frozenset({"lark"}))
+    body = {"model": "m", "messages": HELLO, "tools": TOOLS, "tool_choice": "required"}
+    reading = ChatRequest.read(json.dumps(body).encode()).plan(tiny_text(), limits).reading
+    assert reading is not None
+    parts = reading.reader().read('{"name": "clock", "parameters": {}}', "stop")
+    assert [part[1:3] for part in parts if isinstance(part, CallPart)] == [("clock", ""), ("", "{}")]
 
 
 # Answers
