@@ -230,13 +230,13 @@ def _architecture(kind: str) -> str:
 REASONS: tuple[tuple[str, str], ...] = (
     (r"got (\w+) in layer", r"layers of \1, which the engine can't cache"),
     (r"gives other logits", "the engine's answers would differ from transformers'"),
-    (r"fails without an image", "computes no text without an image"),
+    (r"fails without an image", "a small copy of it fails with a text that has no image"),
     (r"fails in the slot engine", "its layers don't take the engine's cache"),
     (r"none in transformers", "transformers has no causal language model of it"),
     (r"in transformers' cache", "keeps its state elsewhere than in transformers' cache"),
     (r"expected a causal language model", "not a causal language model by its call: it has no `logits_to_keep`"),
     (r"transformers can't make this model", "transformers can't make its model here"),
-    (r"would ignore|weights lack|of shape", "its weights have other names in transformers' causal language model"),
+    (r"would ignore|weights lack|of shape", "transformers makes another model of it than its weights are for"),
     (r"context_length|max_position", "its configuration has no usable context length"),
 )
 """Patterns of refusals, and what the page says of them."""

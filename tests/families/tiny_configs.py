@@ -169,7 +169,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zamba2": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
     **{
         kind: {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}}
-        for kind in ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm_ocr_text", "qwen2_5_omni_text")
+        for kind in ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm_ocr_text", "paddleocr_vl_text")
+    },
+    "step3p5": {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10_000.0} for kind in ("sliding_attention", "full_attention")
+        },
     },
     "glm4v_moe_text": {
         "rope_parameters": {
