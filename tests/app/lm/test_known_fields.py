@@ -122,6 +122,7 @@ WITHIN: dict[str, dict[str, Any]] = {
     "text": {},
     "text.format": {"type": "text"},
     "reasoning": {},
+    "thinking": {"type": "adaptive"},
     "parameters": {},
     "parameters.structured_outputs": {"regex": "a"},
 }

@@ -77,7 +77,7 @@ def test_a_stream_says_the_same_as_a_whole_answer(
         (f"{CALL} Wait.", "stop", [("function_call", ARGUMENTS, "completed"), ("message", " Wait.", "completed")]),
         (f"{CALL}\nAnd", "length", [("function_call", ARGUMENTS, "completed"), ("message", "\nAnd", "incomplete")]),
         (f"{CALL}<tool_c", "length", [("function_call", ARGUMENTS, "completed"), ("message", "<tool_c", "incomplete")]),
-        (f"<think>{CALL}</think>", "stop", [("message", "", "completed")]),
+        (f"<think>{CALL}</think>", "stop", [("reasoning", CALL, "completed")]),
         ("", "stop", [("message", "", "completed")]),
         ("\n", "length", [("message", "\n", "incomplete")]),
     ],

@@ -17,13 +17,14 @@ from headwater_server.vllm.relayed_responses import client_error, from_responses
 from headwater_server.vllm.requests import VllmRequest
 from tests.app.lm.response_events import checked_event, checked_response, data, said, told
 from tests.app.lm.test_recorded_requests import recorded
+from tests.app.vllm.pictures import png_url
 
 pytestmark = pytest.mark.heavy
 FUNCTION: dict[str, Any] = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 CUSTOM: dict[str, Any] = {"type": "custom", "name": "patch"}
 SPACE: dict[str, Any] = {"type": "namespace", "name": "sky", "description": "x", "tools": [FUNCTION]}
 RECORDED = [(name, request) for name, request in recorded() if request["path"] == "/v1/responses"]
-IMAGE = "data:image/png;base64,AA=="
+IMAGE = png_url(2, 2)
 
 
 def asked(**fields: Any) -> ResponsesRequest:

@@ -22,7 +22,7 @@ from headwater_server.lm.known_fields import read_known
 from headwater_server.lm.language_model import LmDispatcher
 from headwater_server.lm.messages_request import ChatForm, CountTokensRequest, MessagesRequest
 from headwater_server.lm.renamed_fields import own_path, renamed
-from headwater_server.lm.text.chat_template import SYSTEM_PROBE, keeps_system_messages
+from headwater_server.lm.text.system_probe import SYSTEM_PROBE, keeps_system_messages
 from headwater_server.lm.text_pool import TextPool
 from headwater_server.lm.tokenize_body import MAX_TOKENS
 from headwater_server.telemetry.catalogue import Route

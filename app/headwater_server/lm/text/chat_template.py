@@ -18,21 +18,10 @@ import jinja2
 from headwater_server.codecs.faults import at, shown
 from headwater_server.errors import BadRequest, ConfigError
 from headwater_server.lm.text.call_ids import with_template_ids
+from headwater_server.lm.text.system_probe import SYSTEM_PROBE, keeps_system_messages
 from headwater_server.lm.text.template_environment import Refused, TemplateEnvironment
 
-__all__ = ["SYSTEM_PROBE", "ChatTemplate", "keeps_system_messages"]
-
-_SYSTEM_MARK: Final = "zqxsystem"
-SYSTEM_PROBE: Final = [
-    {"role": "system", "content": _SYSTEM_MARK},
-    {"role": "user", "content": "a"},
-    {"role": "system", "content": _SYSTEM_MARK},
-    {"role": "assistant", "content": "b"},
-    {"role": "user", "content": "c"},
-    {"role": "system", "content": _SYSTEM_MARK},
-]
-"""A conversation with system messages after users' messages, as today's agents send them."""
-
+__all__ = ["ChatTemplate"]
 MAX_CHARACTERS: Final = 16 << 20
 """Maximum number of characters of a rendering, including macros and blocks: about four times a context of a million
 tokens."""
@@ -178,11 +167,6 @@ class ChatTemplate:
             present["role"] = "system"
         reasoning = next((present[name] for name in _REASONING_FIELDS if name in present), None)
         return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
-
-
-def keeps_system_messages(text: str) -> bool:
-    """Whether a chat template that renders `SYSTEM_PROBE` as this text keeps all system messages."""
-    return text.count(_SYSTEM_MARK) == sum(message["content"] == _SYSTEM_MARK for message in SYSTEM_PROBE)
 
 
 def _with_one_system_message(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:

@@ -177,8 +177,8 @@ def test_a_later_system_message_that_the_template_refuses_joins_the_users_turn(r
 
 def test_a_later_system_message_stays_where_the_template_takes_it() -> None:
     messages = [{"role": role, "content": "x"} for role in ("system", "user", "system")]
-    template = "{% for message in messages %}{{ message.role }} {% endfor %}"
-    assert one(template).render(messages) == "system user system "
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }} {% endfor %}"
+    assert one(template).render(messages) == "system: x user: x system: x "
 
 
 def test_numbers_are_written_as_the_model_wrote_them() -> None:
