@@ -100,7 +100,7 @@ test-compiled: wheel  ### run the tests against the compiled wheel
 	@cd $(COMPILED_TREE) && export PYTHONPATH=$$PWD && $(CURDIR)/$(BIN)/python -m headwater_server --version && \
 	  exec $(CURDIR)/$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(TESTS) $(ARGS)
 
-# What is installed for clients is nothing of ours.
+# What is installed for clients, by pip and npm, is nothing of ours: 3 GB. They run with the loopback interface only.
 test-clients: $(VENV)/.dev  ### run clients that people already use, each installed in an environment of its own
 	@exec $(BIN)/python -m tests.clients $(ARGS)
 

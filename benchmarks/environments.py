@@ -23,12 +23,16 @@ class Environments:
         folder: its name, in the repository's root.
         pins: has a file ``requirements-NAME.txt`` for each.
         packages: by environment, the package that it is there for.
+        interpreters: by environment, the command of the Python that it needs, if this process's is too old.
     """
 
-    def __init__(self, folder: str, pins: Path, packages: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: str, pins: Path, packages: Mapping[str, str], interpreters: Mapping[str, str] = {}
+    ) -> None:
         self._folder = ROOT / folder
         self._pins_folder = pins
         self.packages = packages
+        self._interpreters = interpreters
 
     def python_of(self, name: str) -> Path:
         """An environment's interpreter."""
@@ -62,6 +66,9 @@ class Environments:
 
     def _make(self, name: str) -> str:
         """Make an environment anew; why that failed, or nothing."""
+        interpreter = self._interpreters.get(name, sys.executable)
+        if shutil.which(interpreter) is None:
+            return f"it needs {interpreter}, which is not on PATH"
         shutil.rmtree(self._folder / name, ignore_errors=True)
         self._folder.mkdir(exist_ok=True)
         log = self._folder / f"{name}.log"
@@ -69,7 +76,7 @@ class Environments:
         pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
         with log.open("w") as output:
             for command in (
-                [sys.executable, "-m", "venv", str(self._folder / name)],
+                [interpreter, "-m", "venv", str(self._folder / name)],
                 # What is imported is compiled then; compiling all of torch now takes longer than installing it.
                 [*pip, "install", "--no-compile", "-r", str(self._pins(name))],
                 [*pip, "check"],

@@ -1,7 +1,8 @@
 """``python -m tests.clients [NAME ...]``: run each client's cases against one server.
 
-A client's cases are ``NAME_cases.py``, which its own environment's interpreter runs, or ``go_cases.go``. They print a
-line of JSON each.
+A client's cases are ``NAME_cases.py``, which its own environment's interpreter runs, ``NAME_cases.mjs``,
+``go_cases.go``, or an agent's in ``agent_cases.py``. They print a line of JSON each. Where the system allows it, the
+server and the clients run in a network of their own, which has nothing but the loopback interface.
 """
 
 from __future__ import annotations
@@ -22,6 +23,13 @@ from headwater_server.security.keys_file import change_file
 from tests.app.lm.scripted import FOLDER as TINY_LM
 from tests.app.lm.tool_text import tool_folder
 from tests.clients import go_client
+from tests.clients.npm_packages import (
+    AGENTS_FOLDER,
+    make_packages,
+    packages_are_made,
+    path_of_packages,
+    version_of_package,
+)
 from tests.clients.triton_models import MODELS
 from tests.inference.hf.folders import bert
 from tests.repositories import write_repository
@@ -48,9 +56,34 @@ CLIENTS: Final = Environments(
         "tei": "huggingface_hub",
         "tritonclient": "tritonclient",
         "canitoolcall": "canitoolcall",
+        "mistral_vibe": "mistral-vibe",
+        "aider": "aider-chat",
+        "pydantic_ai": "pydantic-ai-slim",
+        "openai_agents": "openai-agents",
+        "smolagents": "smolagents",
+        "dspy": "dspy",
+        "langchain_anthropic": "langchain-anthropic",
     },
+    {"mistral_vibe": "python3.12"},
 )
+PACKAGES: Final = {
+    "codex": "@openai/codex",
+    "claude": "@anthropic-ai/claude-code",
+    "opencode": "opencode-ai",
+    "qwen": "@qwen-code/qwen-code",
+    "cline": "cline",
+    "pi": "@mariozechner/pi-coding-agent",
+    "continue": "@continuedev/cli",
+    "ai_sdk": "ai",
+    "anthropic_sdk": "@anthropic-ai/sdk",
+}
+"""The packages of npm, by client."""
+AGENTS: Final = ("aider", "mistral_vibe")
+"""The environments of agents, which are commands."""
+OBEDIENT: Final = "obedient"
 GO: Final = "go"
+LOOPBACK: Final = "HEADWATER_LOOPBACK"
+"""Set in a network of its own."""
 CONTEXT_LENGTH: Final = 2048
 TIMEOUT_S: Final = 600
 
@@ -73,11 +106,22 @@ def configuration(folder: Path) -> dict[str, Any]:
         shutil.copy(TINY_LM / "model.safetensors", model)
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT_LENGTH}))
+    holds their schemas; a model that answers by the prompt's script; networks with random weights that rank and
+    classify; a Triton repository; and other models."""
+    model = tool_folder(folder / "tiny_lm", "hermes")
+    shutil.copy(TINY_LM / "model.safetensors", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT_LENGTH}))
     bert(folder / "reranker", "BertForSequenceClassification", ("relevant",))
     bert(folder / "classifier", "BertForSequenceClassification", ("tax", "animal"))
     return {
         "deployments": {
             **{name: {"model": f"lm:{folder / name}"} for name in language_models},
+            "tiny-lm": {"model": f"lm:{model}"},
+            OBEDIENT: {
+                "model": f"lm:{tool_folder(folder / 'obedient', 'reasoning')}",
+                "options": {"engine": "obedient:engine"},
+            },
             "text": {"model": "headwater.zoo.text:Text", "threads": 1},
             "mirror": {"model": "typed:Mirror", "batching": {"max_batch_size": 8}},
             **{name: {"model": f"hf:{folder / name}", "threads": 1} for name in ("reranker", "classifier")},
@@ -118,19 +162,51 @@ def client_of(name: str, address: str, folder: Path) -> tuple[str, list[str]]:
     """
     if name == GO:
         return f"grpc-go {go_client.version()}", [str(go_client.build(address, folder))]
+    if name in PACKAGES:
+        title = f"{PACKAGES[name]} {version_of_package(PACKAGES[name])}"
+        cases = FOLDER / f"{name}_cases.mjs"
+        return title, ["node", str(cases)] if cases.exists() else _agent(name)
     title = f"{CLIENTS.packages[name]} {CLIENTS.version_of(name)}"
-    return title, [str(CLIENTS.python_of(name)), str(FOLDER / f"{name}_cases.py")]
+    return title, _agent(name) if name in AGENTS else [str(CLIENTS.python_of(name)), str(FOLDER / f"{name}_cases.py")]
 
 
-def run(command: list[str], variables: dict[str, str]) -> Result:
+def _agent(name: str) -> list[str]:
+    return [sys.executable, str(FOLDER / "agent_cases.py"), name]
+
+
+def is_made(name: str) -> bool:
+    """Whether a client is installed."""
+    if name in PACKAGES:
+        return packages_are_made()
+    return name == GO or CLIENTS.is_made(name)
+
+
+def enter_loopback(names: list[str]) -> None:
+    """Go on in a network of its own, if the system allows it; what the clients start ends with it."""
+    alone = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
+    command = [*alone, "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    try:
+        subprocess.run([*command, "true"], check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"not in a network of its own: {error}", file=sys.stderr)
+        return
+    module = [sys.executable, "-m", "tests.clients", *names]
+    os.execvpe(command[0], [*command, *module], {**os.environ, LOOPBACK: "1"})
+
+
+def run(name: str, command: list[str], variables: dict[str, str]) -> Result:
     """Run a client's cases with these variables in its environment."""
+    folders = [str(CLIENTS.python_of(name).parent)] if name in AGENTS else []
     environment = {
         **os.environ,
         **variables,
+        "PATH": os.pathsep.join([*folders, path_of_packages()]),
+        "HEADWATER_PACKAGES": str(AGENTS_FOLDER),
         "HEADWATER_TOKENIZER": str(TINY_LM),
         "HEADWATER_PYTHON": sys.executable,
         "HEADWATER_PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("app", "inference", "")),
         "NO_PROXY": "127.0.0.1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it fetches a list of prices at every start
     }
     try:
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -145,10 +221,18 @@ def run(command: list[str], variables: dict[str, str]) -> Result:
 
 def main() -> None:
     """Run the clients named, or all."""
-    names = sys.argv[1:] or [*CLIENTS.packages, GO]
-    if others := [name for name in names if name != GO]:
-        CLIENTS.make_missing(others)
-    made = [name for name in names if name == GO or CLIENTS.is_made(name)]
+    names = sys.argv[1:] or [*CLIENTS.packages, *PACKAGES, GO]
+    if unknown := {*names} - {*CLIENTS.packages, *PACKAGES, GO}:
+        raise SystemExit(
+            f"expected names among {', '.join([*CLIENTS.packages, *PACKAGES, GO])}, got {', '.join(unknown)}"
+        )
+    if LOOPBACK not in os.environ:
+        if environments := [name for name in names if name in CLIENTS.packages]:
+            CLIENTS.make_missing(environments)
+        if any(name in PACKAGES for name in names):
+            make_packages()
+        enter_loopback(names)
+    made = [name for name in names if is_made(name)]
     is_good = len(made) == len(names)
     with contextlib.ExitStack() as ends:
         folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="hw-")))
@@ -168,7 +252,7 @@ def main() -> None:
                 print(f"left out: {name}: {error}", file=sys.stderr)
                 is_good = False
                 continue
-            result = run(command, variables)
+            result = run(name, command, variables)
             count = len(result.passed) + len(result.failed)
             print(f"{title}: {len(result.passed)} of {count}", flush=True)
             for case, why in result.failed.items():

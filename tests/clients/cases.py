@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["GRPC", "KEY", "KEYED_GRPC", "TOKENIZER", "URL", "command", "raised", "run"]
+__all__ = ["GRPC", "KEY", "KEYED_GRPC", "OBEDIENT", "TOKENIZER", "URL", "command", "raised", "run", "script"]
 
 _Error = TypeVar("_Error", bound=Exception)
 
@@ -22,6 +23,19 @@ GRPC = os.environ["HEADWATER_GRPC"]
 """The server's address for gRPC."""
 KEYED_GRPC, KEY = os.environ["HEADWATER_KEYED_GRPC"], os.environ["HEADWATER_KEY"]
 """The address of a server that requires keys, and a key of it, which may ask for inference."""
+
+OBEDIENT = "obedient"
+"""A model that reasons and calls tools, and answers by the prompt's `script`."""
+
+
+def script(*steps: str | list[tuple[str, dict[str, Any]]]) -> str:
+    """The text that a prompt must have for these answers of `OBEDIENT`, in order. No client escapes its characters.
+
+    Args:
+        steps: an answer's text, in which ``{result}`` stands for the last message of a tool or the user; or its calls:
+            the name and arguments of each.
+    """
+    return f"script.{base64.urlsafe_b64encode(json.dumps(steps).encode()).decode().rstrip('=')}.end"
 
 
 def run(*cases: Callable[[], object]) -> None:

@@ -1,13 +1,14 @@
-"""langchain-openai: chat, completions, embeddings, tools, structured output."""
+"""langchain-openai: chat, completions, embeddings, tools, structured output; effort over chat and responses."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-from cases import URL, run
+from cases import OBEDIENT, URL, run
 from langchain_core.messages import ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
+from sums import ANSWER, SUMS, TASK, add, asked, is_reasoning
 from weather import CONTENT, Weather
 
 ABOUT: Any = {"base_url": f"{URL}/v1", "api_key": "none", "max_retries": 0}
@@ -92,7 +93,44 @@ def embeddings_of_texts() -> None:
     assert abs(embeddings.embed_query("one")[0] - one[0]) < 1e-6
 
 
+def agent_of(**about: Any) -> Any:
+    """A model with the tool, and effort."""
+    return ChatOpenAI(model=OBEDIENT, **ABOUT, **about).bind_tools([add])
+
+
+def does_its_task(bound: Any, *, is_streamed: bool) -> Any:
+    """Have the model call the tool, give it the results, and check the answer, which is returned with the calls."""
+
+    def ask(messages: list[Any]) -> Any:
+        if not is_streamed:
+            return bound.invoke(messages)
+        first, *others = bound.stream(messages)
+        return sum(others, first)
+
+    messages: list[Any] = [("user", TASK)]
+    called = ask(messages)
+    results = [ToolMessage(str(add(**call["args"])), tool_call_id=call["id"]) for call in called.tool_calls]
+    answer = ask([*messages, called, *results])
+    assert (answer.text.strip(), asked()) == (ANSWER, SUMS), (called, answer)
+    assert answer.usage_metadata["input_tokens"] > called.usage_metadata["input_tokens"] > 0
+    return called, answer
+
+
+def effort_by_chat() -> None:
+    for is_streamed in (False, True):
+        does_its_task(agent_of(reasoning_effort="high", stream_usage=True), is_streamed=is_streamed)
+
+
+def effort_by_responses() -> None:
+    bound = agent_of(reasoning={"effort": "low", "summary": "auto"}, store=False, use_responses_api=True)
+    for is_streamed in (False, True):
+        for number, answer in enumerate(does_its_task(bound, is_streamed=is_streamed), 1):
+            thoughts = [block["reasoning"] for block in answer.content_blocks if block["type"] == "reasoning"]
+            assert is_reasoning("".join(thoughts), number), answer.content_blocks
+
+
 run(
     chat, chat_streamed, chat_in_a_batch, chat_asynchronously, tools, tools_streamed, the_result_of_a_call_goes_back,
     structured_output, structured_output_by_a_schema_as_a_dictionary, completions, embeddings_of_texts,
+    effort_by_chat, effort_by_responses,
 )  # fmt: skip

@@ -1,12 +1,15 @@
-"""litellm: chat, completions, embeddings, tools, structured output, its error classes."""
+"""litellm: chat, completions, embeddings, tools, structured output, its error classes; reasoning and tools by its
+providers openai, hosted_vllm and anthropic."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import litellm
-from cases import URL, raised, run
+from cases import OBEDIENT, URL, raised, run
+from sums import ANSWER, SUMS, TASK, add, asked, is_reasoning
 from weather import CONTENT, Weather
 
 ABOUT: Any = {"api_base": f"{URL}/v1", "api_key": "none", "num_retries": 0}
@@ -94,7 +97,58 @@ def a_prompt_that_is_too_long_has_its_own_class() -> None:
     raised(litellm.ContextWindowExceededError, litellm.completion, **{**CHAT, "max_tokens": 10**6})
 
 
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+
+
+def does_its_task(provider: str, api_base: str, **about: Any) -> None:
+    """Have the model call the tool, give it the results, and check the answer and what it thought; whole and
+    streamed."""
+    given = {"model": f"{provider}/{OBEDIENT}", "tools": [ADD], **ABOUT, "api_base": api_base, **about}
+
+    def ask(messages: list[Any], stream: bool) -> Any:
+        answer = litellm.completion(messages=messages, stream=stream, **given)
+        return litellm.stream_chunk_builder(list(answer), messages=messages) if stream else answer
+
+    for stream in (False, True):
+        messages: list[Any] = [{"role": "user", "content": TASK}]
+        called = ask(messages, stream).choices[0].message
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": str(add(**json.loads(call.function.arguments)))}
+            for call in called.tool_calls
+        ]
+        answer = ask([*messages, called, *results], stream).choices[0].message
+        assert (answer.content.strip(), asked()) == (ANSWER, SUMS)
+        thoughts = [message.reasoning_content for message in (called, answer)]
+        assert is_reasoning(thoughts[0], 1), thoughts
+        assert is_reasoning(thoughts[1], 2), thoughts
+
+
+def reasoning_by_openai() -> None:
+    does_its_task("openai", f"{URL}/v1", reasoning_effort="high", allowed_openai_params=["reasoning_effort"])
+
+
+def reasoning_by_hosted_vllm() -> None:
+    does_its_task("hosted_vllm", f"{URL}/v1", reasoning_effort="high")
+
+
+def reasoning_by_anthropic() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 2048}
+    does_its_task("anthropic", URL, thinking=thinking, max_tokens=4096, allowed_openai_params=["thinking"])
+
+
 run(
     chat, chat_streamed, chat_asynchronously, tools, tools_streamed, the_result_of_a_call_goes_back, structured_output,
     completions, embeddings, a_prompt_that_is_too_long_has_its_own_class,
+    reasoning_by_openai, reasoning_by_hosted_vllm, reasoning_by_anthropic,
 )  # fmt: skip
