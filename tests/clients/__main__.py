@@ -98,26 +98,19 @@ class Result(NamedTuple):
 
 def configuration(folder: Path) -> dict[str, Any]:
     """What the server serves: tiny-lm, made in this folder, with a chat template that knows tools and a context that
-    holds their schemas; ``thinker``, the same model with a template that has it think; networks with random weights
-    that rank and classify; a Triton repository; and other models."""
+    holds their schemas; ``thinker``, the same model with a template that has it think; a model that answers by the
+    prompt's script; networks with random weights that rank and classify; a Triton repository; and other models."""
     language_models = {"tiny-lm": "hermes", "thinker": "reasoning"}
     for name, template in language_models.items():
         model = tool_folder(folder / name, template)
         shutil.copy(TINY_LM / "model.safetensors", model)
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT_LENGTH}))
-    holds their schemas; a model that answers by the prompt's script; networks with random weights that rank and
-    classify; a Triton repository; and other models."""
-    model = tool_folder(folder / "tiny_lm", "hermes")
-    shutil.copy(TINY_LM / "model.safetensors", model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": CONTEXT_LENGTH}))
     bert(folder / "reranker", "BertForSequenceClassification", ("relevant",))
     bert(folder / "classifier", "BertForSequenceClassification", ("tax", "animal"))
     return {
         "deployments": {
             **{name: {"model": f"lm:{folder / name}"} for name in language_models},
-            "tiny-lm": {"model": f"lm:{model}"},
             OBEDIENT: {
                 "model": f"lm:{tool_folder(folder / 'obedient', 'reasoning')}",
                 "options": {"engine": "obedient:engine"},

@@ -132,7 +132,8 @@ def template_variables(
     Args:
         wish: what the request asks for.
         template: the chat template.
-        can_reason: whether the model's reasoning has a known format: without a switch it reasons as it likes.
+        can_reason: whether the model's reasoning has a known format: without a switch it reasons as it likes. A model
+            without such a format never reasons.
     """
     variables, levels = template.variables, template.words & set(EFFORTS)
     values: dict[str, Any] = {}
@@ -144,7 +145,7 @@ def template_variables(
     if wish.switch is not None:
         path, is_on = wish.switch
         values |= {name: is_on for name in _SWITCHES if name in variables}
-        is_honoured = any(name in variables for name in _SWITCHES) or (is_on and can_reason)
+        is_honoured = any(name in variables for name in _SWITCHES) or is_on is can_reason
         if "reasoning_effort" in variables and not is_on:
             values["reasoning_effort"], is_exact = _level("none", levels)
             is_honoured = is_honoured or is_exact

@@ -55,9 +55,7 @@ class LinkedMedia(NamedTuple):
     url: str
     kind: Kind
     place: dict[str, Any]
-    """The object in the body for vLLM that gets the ``data:`` URL."""
-    key: str
-    """The field of `place` that gets it."""
+    """The object in the body for vLLM whose field ``url`` gets the ``data:`` URL."""
 
 
 class Media:
@@ -73,20 +71,16 @@ class Media:
         self._fetches = fetches
         self._count = self._pixels = 0
 
-    def read(self, name: Literal["messages", "input"], items: object) -> object:
-        """A copy of a request's messages (of chat) or input (of responses) in which each part is in the form that vLLM
-        takes. A value that is no list is returned as it is, as are other parts.
-
-        Args:
-            name: the name of the request's field.
-            items: the field's value.
+    def read(self, messages: object) -> object:
+        """A copy of a chat's messages in which each part is in the form that vLLM takes. A value that is no list is
+        returned as it is, as are other parts.
 
         Raises:
             BadRequest: a part can't be passed to vLLM, or crosses a bound. The message names the field by its path.
         """
-        if not isinstance(items, list):
-            return items
-        return [self._item(name, f"{name}[{place}]", item) for place, item in enumerate(items)]
+        if not isinstance(messages, list):
+            return messages
+        return [self._message(f"messages[{place}].content", message) for place, message in enumerate(messages)]
 
     def put(self, link: LinkedMedia, url: str) -> None:
         """Put what was fetched into the request, as a ``data:`` URL.
@@ -95,19 +89,15 @@ class Media:
             BadRequest: it isn't what the part expects, or crosses a bound.
         """
         self._check(link.path, url, link.kind)
-        link.place[link.key] = url
+        link.place["url"] = url
 
-    def _item(self, name: str, path: str, item: object) -> object:
-        if not isinstance(item, dict):
-            return item
-        lists = {key: item[key] for key in ("content", "output") if isinstance(item.get(key), list)}
-        changed = {
-            key: [self._part(name, f"{path}.{key}[{place}]", part) for place, part in enumerate(parts)]
-            for key, parts in lists.items()
-        }
-        return {**item, **changed} if changed else item
+    def _message(self, path: str, message: object) -> object:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+            return message
+        parts = [self._part(f"{path}[{place}]", part) for place, part in enumerate(message["content"])]
+        return {**message, "content": parts}
 
-    def _part(self, name: str, path: str, part: object) -> object:
+    def _part(self, path: str, part: object) -> object:
         if not isinstance(part, dict):
             return part
         if part.get("uuid") is not None:  # vLLM would look for it among the media of all clients
@@ -121,12 +111,12 @@ class Media:
         if kind in _EMBEDDED:
             raise at(f"{path}.type", None, f"expected an image, a recording or a video itself, got {shown(kind)}")
         if kind == "input_audio":
-            return self._recording(name, path, part)
+            return self._recording(path, part)
         if kind in ("file", "input_file"):
-            return self._file(name, path, part, kind)
-        return self._linked(name, path, part, kind) if kind in _KINDS else part
+            return self._file(path, part, kind)
+        return self._linked(path, part, kind) if kind in _KINDS else part
 
-    def _linked(self, name: str, path: str, part: dict[str, Any], kind: str) -> dict[str, Any]:
+    def _linked(self, path: str, part: dict[str, Any], kind: str) -> dict[str, Any]:
         """A part of one of the `_KINDS`: its URL is the field itself, or the field's ``url``."""
         field = f"{_KINDS[kind]}_url"
         source, path_of_url = part.get(field), f"{path}.{field}"
@@ -137,10 +127,10 @@ class Media:
             details |= {key: value for key, value in source.items() if value is not None}
             source, path_of_url = details.pop("url", None), f"{path_of_url}.url"
         more = {key: value for key, value in part.items() if key not in ("type", "detail", "file_id", field)}
-        return self._formed(name, path_of_url, source, _KINDS[kind], details, more)
+        return self._formed(path_of_url, source, _KINDS[kind], details, more)
 
     def _formed(
-        self, name: str, path: str, url: object, kind: Kind, details: Mapping[str, Any], more: Mapping[str, Any]
+        self, path: str, url: object, kind: Kind, details: Mapping[str, Any], more: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The part of a URL in the form that vLLM takes. ``path``: the field with the URL; ``details``: the fields
         beside the URL; ``more``: other fields of the part."""
@@ -148,29 +138,20 @@ class Media:
             raise at(path, None, f"expected the URL of the {_word(kind)}, got {shown(url)}")
         self._count_part(path)
         field = f"{kind}_url"
-        part: dict[str, Any]
-        if name == "messages":
-            place: dict[str, Any] = {**details, "url": url}
-            part, key = {**more, "type": field, field: place}, "url"
-        else:
-            _refuse_unless_image(path, kind)
-            part = place = {**more, "type": "input_image", field: url, "detail": details.get("detail", "auto")}
-            key = field
+        place: dict[str, Any] = {**details, "url": url}
         if url[:5].lower() == "data:":
             self._check(path, url, kind)
         elif self._fetches:
-            self.links.append(LinkedMedia(path, url, kind, place, key))
+            self.links.append(LinkedMedia(path, url, kind, place))
         else:  # the rest of a URL may be secret
             scheme = shown(url.partition(":")[0])
             raise at(
                 path, None, f"expected a data: URL, since this server fetches no URLs, got one that begins {scheme}"
             )
-        return part
+        return {**more, "type": field, field: place}
 
-    def _recording(self, name: str, path: str, part: dict[str, Any]) -> dict[str, Any]:
+    def _recording(self, path: str, part: dict[str, Any]) -> dict[str, Any]:
         path = f"{path}.input_audio"
-        if name == "input":
-            _refuse_unless_image(path, "audio")
         source = part.get("input_audio")
         if not isinstance(source, dict):
             raise at(path, None, f"expected an object with data and format, got {shown(source)}")
@@ -183,7 +164,7 @@ class Media:
         _decoded_head(f"{path}.data", data, 0, len(data))
         return {**part, "type": "input_audio"}
 
-    def _file(self, name: str, path: str, part: dict[str, Any], kind: str) -> dict[str, Any]:
+    def _file(self, path: str, part: dict[str, Any], kind: str) -> dict[str, Any]:
         source: Any = part if kind == "input_file" else part.get("file")
         path = path if kind == "input_file" else f"{path}.file"
         if not isinstance(source, dict):
@@ -205,7 +186,7 @@ class Media:
         if media_kind is None:
             expected = "expected an image, a recording or a video, by a data: URL's type or by the file's name"
             raise at(path, None, f"{expected}, got {shown(type)}; send a text as a part of type text")
-        return self._formed(name, path, data, media_kind, {}, {})
+        return self._formed(path, data, media_kind, {}, {})
 
     def _count_part(self, path: str) -> None:
         self._count += 1
@@ -272,11 +253,6 @@ def _decoded_head(path: str, text: str, start: int, end: int) -> bytes:
 def _refuse_file_id(path: str, fields: Mapping[str, Any]) -> None:
     if fields.get("file_id") is not None:
         raise at(f"{path}.file_id", None, "expected it absent, since this server keeps no files; send the data")
-
-
-def _refuse_unless_image(path: str, kind: Kind) -> None:
-    if kind != "image":
-        raise at(path, None, f"expected an image, got a {_word(kind)}: vLLM takes it in /v1/chat/completions only")
 
 
 def _word(kind: Kind) -> str:

@@ -192,7 +192,7 @@ def read_request(
     _check_prompts(kept.get("prompt"), n or 1)
     media = Media(fetches=fetches)
     if route == "chat" and "messages" in kept:
-        kept["messages"] = media.read("messages", kept["messages"])
+        kept["messages"] = media.read(kept["messages"])
     if not isinstance(options, dict):
         raise at("stream_options", None, f"expected an object, got {shown(options)}")
     for name in sorted(options.keys() - _STREAM_OPTIONS):

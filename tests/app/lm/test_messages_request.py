@@ -295,7 +295,7 @@ def test_thinking_and_effort() -> None:
 
 
 def test_what_the_template_cannot_do_is_named() -> None:
-    assert planned(thinking={"type": "enabled", "budget_tokens": 1024}).ignored == ()
+    assert planned(thinking={"type": "enabled", "budget_tokens": 1024}).ignored == ("thinking.budget_tokens",)
     assert planned("hermes", thinking={"type": "enabled"}).ignored == ("thinking.type",)
     assert planned("hermes", thinking={"type": "disabled"}).ignored == ()
     assert planned("hermes", output_config={"effort": "low"}).ignored == ("output_config.effort",)

@@ -109,9 +109,10 @@ def test_further_variables_of_templates() -> None:
 @pytest.mark.parametrize(
     ("fields", "ignored"),
     [
-        ({"enable_thinking": False}, ("enable_thinking",)),
-        ({"thinking": {"type": "disabled"}}, ("thinking.type",)),
+        ({"enable_thinking": False}, ()),
+        ({"thinking": {"type": "disabled"}}, ()),
         ({"thinking": {"type": "adaptive"}}, ()),
+        ({"thinking": {"type": "enabled"}}, ("thinking.type",)),
         ({"reasoning": {"enabled": True, "effort": "low"}}, ("reasoning.effort", "reasoning.enabled")),
         ({"thinking": {"type": "adaptive", "clear_thinking": True}}, ("thinking.clear_thinking",)),
         ({"reasoning": {"max_tokens": 7}}, ("reasoning.max_tokens",)),
@@ -166,7 +167,7 @@ def test_what_has_no_effect_is_named() -> None:
         truncation="auto",
         client_metadata={"a": "b"},
     )
-    assert plan.ignored == ("text.verbosity", "reasoning.effort", "reasoning.summary", "truncation")
+    assert plan.ignored == ("truncation", "text.verbosity", "reasoning.effort", "reasoning.summary")
 
 
 def test_earlier_reasoning_goes_back_to_the_template() -> None:

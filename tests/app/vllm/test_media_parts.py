@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headwater_server.errors import BadRequest
-from headwater_server.telemetry.catalogue import Route
 from headwater_server.vllm.media_parts import MAX_ALL_PIXELS, MAX_PARTS, MAX_PIXELS
 from headwater_server.vllm.requests import VllmRequest, read_request
 from tests.app.vllm.pictures import data_url, png, png_header, png_url
@@ -26,47 +25,44 @@ FRAMES = f"data:video/jpeg;base64,{RAW},{RAW}"
 """vLLM's form of a video; its frames may be of any format."""
 
 
-def read(route: Route, *parts: Any, fetches: bool = False) -> VllmRequest:
-    name = "messages" if route == "chat" else "input"
-    body = {"model": "m", name: [{"role": "user", "content": list(parts)}]}
+def read(*parts: Any, fetches: bool = False) -> VllmRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": list(parts)}]}
     before = copy.deepcopy(body)
-    request = read_request(route, body, fetches=fetches)
+    request = read_request("chat", body, fetches=fetches)
     assert body == before  # the client's body isn't changed
     return request
 
 
-def sent(route: Route, part: Any) -> Any:
+def sent(part: Any) -> Any:
     """The part that vLLM gets."""
-    request = read(route, part)
+    request = read(part)
     assert request.media is not None
     assert request.media.links == []
-    return request.body["messages" if route == "chat" else "input"][0]["content"][0]
+    return request.body["messages"][0]["content"][0]
 
 
-def fault(route: Route, *parts: Any, fetches: bool = False) -> str:
+def fault(*parts: Any, fetches: bool = False) -> str:
     with pytest.raises(BadRequest) as caught:
-        read(route, *parts, fetches=fetches)
+        read(*parts, fetches=fetches)
     assert caught.value.field is not None
     assert caught.value.message.startswith(caught.value.field)
-    return caught.value.message.removeprefix("messages[0].content").removeprefix("input[0].content")
+    return caught.value.message.removeprefix("messages[0].content")
 
 
 CHAT_IMAGE = {"type": "image_url", "image_url": {"url": IMAGE}}
-INPUT_IMAGE = {"type": "input_image", "image_url": IMAGE, "detail": "auto"}
 
 
 @pytest.mark.parametrize(
-    ("part", "chat", "response"),
+    ("part", "chat"),
     [
-        (CHAT_IMAGE, CHAT_IMAGE, INPUT_IMAGE),
-        ({"type": "image_url", "image_url": IMAGE}, CHAT_IMAGE, INPUT_IMAGE),
-        ({"image_url": IMAGE}, CHAT_IMAGE, INPUT_IMAGE),
-        ({"image_url": {"url": IMAGE}, "audio_url": None, "type": None}, {**CHAT_IMAGE, "audio_url": None}, None),
-        ({"type": "input_image", "image_url": IMAGE, "file_id": None}, CHAT_IMAGE, INPUT_IMAGE),
+        (CHAT_IMAGE, CHAT_IMAGE),
+        ({"type": "image_url", "image_url": IMAGE}, CHAT_IMAGE),
+        ({"image_url": IMAGE}, CHAT_IMAGE),
+        ({"image_url": {"url": IMAGE}, "audio_url": None, "type": None}, {**CHAT_IMAGE, "audio_url": None}),
+        ({"type": "input_image", "image_url": IMAGE, "file_id": None}, CHAT_IMAGE),
         (
             {"type": "input_image", "image_url": IMAGE, "detail": "low"},
             {"type": "image_url", "image_url": {"url": IMAGE, "detail": "low"}},
-            {**INPUT_IMAGE, "detail": "low"},
         ),
         (
             {
@@ -79,36 +75,29 @@ INPUT_IMAGE = {"type": "input_image", "image_url": IMAGE, "detail": "auto"}
                 "image_url": {"url": IMAGE, "detail": "high"},
                 "cache_control": {"type": "ephemeral"},
             },
-            {**INPUT_IMAGE, "detail": "high", "cache_control": {"type": "ephemeral"}},
         ),
-        ({"type": "image_url", "image_url": {"url": IMAGE, "detail": None}}, CHAT_IMAGE, INPUT_IMAGE),
-        ({"type": "file", "file": {"file_data": IMAGE, "filename": "a"}}, CHAT_IMAGE, INPUT_IMAGE),
-        ({"type": "input_file", "file_data": IMAGE, "filename": "a.pdf"}, CHAT_IMAGE, INPUT_IMAGE),
-        ({"type": "input_file", "file_url": IMAGE}, CHAT_IMAGE, INPUT_IMAGE),
-        ({"type": "file", "file": {"file_data": RAW, "filename": "A.PNG"}}, CHAT_IMAGE, INPUT_IMAGE),
-        ({"type": "audio_url", "audio_url": {"url": SOUND}}, {"type": "audio_url", "audio_url": {"url": SOUND}}, None),
-        ({"audio_url": SOUND}, {"type": "audio_url", "audio_url": {"url": SOUND}}, None),
-        ({"type": "video_url", "video_url": VIDEO}, {"type": "video_url", "video_url": {"url": VIDEO}}, None),
-        ({"type": "video_url", "video_url": FRAMES}, {"type": "video_url", "video_url": {"url": FRAMES}}, None),
+        ({"type": "image_url", "image_url": {"url": IMAGE, "detail": None}}, CHAT_IMAGE),
+        ({"type": "file", "file": {"file_data": IMAGE, "filename": "a"}}, CHAT_IMAGE),
+        ({"type": "input_file", "file_data": IMAGE, "filename": "a.pdf"}, CHAT_IMAGE),
+        ({"type": "input_file", "file_url": IMAGE}, CHAT_IMAGE),
+        ({"type": "file", "file": {"file_data": RAW, "filename": "A.PNG"}}, CHAT_IMAGE),
+        ({"type": "audio_url", "audio_url": {"url": SOUND}}, {"type": "audio_url", "audio_url": {"url": SOUND}}),
+        ({"audio_url": SOUND}, {"type": "audio_url", "audio_url": {"url": SOUND}}),
+        ({"type": "video_url", "video_url": VIDEO}, {"type": "video_url", "video_url": {"url": VIDEO}}),
+        ({"type": "video_url", "video_url": FRAMES}, {"type": "video_url", "video_url": {"url": FRAMES}}),
         (
             {"type": "input_audio", "input_audio": {"data": WAV, "format": "wav"}},
             {"type": "input_audio", "input_audio": {"data": WAV, "format": "wav"}},
-            None,
         ),
         (
             {"type": "file", "file": {"file_data": WAV, "filename": "a.wav"}},
             {"type": "audio_url", "audio_url": {"url": SOUND}},
-            None,
         ),
-        ({"type": "file", "file": {"file_data": VIDEO}}, {"type": "video_url", "video_url": {"url": VIDEO}}, None),
+        ({"type": "file", "file": {"file_data": VIDEO}}, {"type": "video_url", "video_url": {"url": VIDEO}}),
     ],
 )
-def test_each_form_becomes_vllms(part: Any, chat: Any, response: Any) -> None:
-    assert sent("chat", part) == chat
-    if response is not None:
-        assert sent("responses", part) == response
-    elif "audio" in str(chat["type"]) or "video" in str(chat["type"]):
-        assert "expected an image, got a " in fault("responses", part)
+def test_each_form_becomes_vllms(part: Any, chat: Any) -> None:
+    assert sent(part) == chat
 
 
 def test_other_parts_go_on_as_they_are() -> None:
@@ -121,22 +110,16 @@ def test_other_parts_go_on_as_they_are() -> None:
         {"type": "unknown", "url": "http://x"},
         {},
     ):
-        assert sent("chat", part) == part
+        assert sent(part) == part
     cited = {"type": "output_text", "text": "x", "annotations": [{"type": "url_citation", "url": "https://x/?y"}]}
-    assert sent("responses", cited) == cited
-    for name, value in (("messages", "x"), ("messages", [1, {"content": "x"}]), ("input", [{"content": {"a": 1}}])):
-        route: Route = "chat" if name == "messages" else "responses"
-        assert read_request(route, {"model": "m", name: value}).body[name] == value
+    assert sent(cited) == cited
+    for value in ("x", [1, {"content": "x"}], [{"content": {"a": 1}}]):
+        assert read_request("chat", {"model": "m", "messages": value}).body["messages"] == value
 
 
 def test_images_in_results_of_tools() -> None:
     body: dict[str, Any] = {"messages": [{"role": "tool", "tool_call_id": "c", "content": [{"image_url": IMAGE}]}]}
     assert read_request("chat", body).body["messages"][0]["content"] == [CHAT_IMAGE]
-    result = {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": IMAGE}]}
-    assert read_request("responses", {"input": [result]}).body["input"] == [{**result, "output": [INPUT_IMAGE]}]
-    bad = {**result, "output": [{"type": "input_image", "image_url": "http://x/y"}]}
-    with pytest.raises(BadRequest, match=r"^input\[1\].output\[0\].image_url: expected a data: URL"):
-        read_request("responses", {"input": [result, bad]})
 
 
 @pytest.mark.parametrize(
@@ -194,7 +177,7 @@ def test_images_in_results_of_tools() -> None:
     ],
 )
 def test_what_can_not_be_passed_on_is_refused_by_its_path(part: Any, said: str) -> None:
-    found = fault("chat", part)
+    found = fault(part)
     assert said in found if not said.startswith("[") else found.startswith(said)
 
 
@@ -225,7 +208,7 @@ def test_images_that_are_none(url: str, said: str) -> None:
         ({"type": "image_url", "image_url": {"url": url}}, "[0].image_url.url: "),
         ({"type": "input_image", "image_url": url}, "[0].image_url: "),
     ):
-        found = fault("chat", part)
+        found = fault(part)
         assert found.startswith(path)
         assert said in found
         assert len(found) < 400
@@ -235,35 +218,35 @@ def test_images_that_are_none(url: str, said: str) -> None:
 def test_a_type_of_an_image_is_not_believed() -> None:
     for type in ("image/jpg", "application/octet-stream", "", "text/html", "IMAGE/PNG;charset=utf-8"):
         url = f"DATA:{type};base64,{RAW}"
-        assert sent("chat", {"image_url": url})["image_url"]["url"] == url
+        assert sent({"image_url": url})["image_url"]["url"] == url
 
 
 def test_ten_thousand_images_are_refused_at_once() -> None:
     parts = [{"type": "image_url", "image_url": {"url": IMAGE}}] * 10_000
     began_s = time.process_time()
     said = f"[{MAX_PARTS}].image_url.url: expected at most {MAX_PARTS} images, recordings and videos, got more"
-    assert fault("chat", *parts) == said
+    assert fault(*parts) == said
     assert time.process_time() - began_s < 1
-    assert fault("chat", *[{"image_url": "https://x/y"}] * 10_000, fetches=True).startswith(f"[{MAX_PARTS}].image_url")
+    assert fault(*[{"image_url": "https://x/y"}] * 10_000, fetches=True).startswith(f"[{MAX_PARTS}].image_url")
     frames = "data:video/jpeg;base64," + ",".join([RAW] * 10_000)
-    assert "expected at most 128 images" in fault("chat", {"type": "video_url", "video_url": frames})
-    read("chat", *parts[:MAX_PARTS])
+    assert "expected at most 128 images" in fault({"type": "video_url", "video_url": frames})
+    read(*parts[:MAX_PARTS])
 
 
 def test_all_images_together_are_bounded() -> None:
     large = {"image_url": data_url(png_header(MAX_PIXELS // 1000, 1000))}
-    read("chat", *[large] * (MAX_ALL_PIXELS // MAX_PIXELS))
-    message = fault("chat", *[large] * (MAX_ALL_PIXELS // MAX_PIXELS + 1))
+    read(*[large] * (MAX_ALL_PIXELS // MAX_PIXELS))
+    message = fault(*[large] * (MAX_ALL_PIXELS // MAX_PIXELS + 1))
     assert f"expected at most {MAX_ALL_PIXELS} pixels in all images together" in message
 
 
 def test_an_image_of_many_bytes() -> None:
     content = png(3, 3) + b"x" * 10_000_000
-    assert sent("chat", {"image_url": data_url(content)})["type"] == "image_url"
+    assert sent({"image_url": data_url(content)})["type"] == "image_url"
     wrong = data_url(content)
     for place in (100, 5_000_000, len(wrong) - 1):
         url = f"{wrong[:place]}!{wrong[place + 1 :]}"
-        assert "expected base64" in fault("chat", {"image_url": url})
+        assert "expected base64" in fault({"image_url": url})
 
 
 @given(st.text("AB=+/-_\n é", max_size=12) | st.binary(max_size=40).map(lambda raw: base64.b64encode(raw).decode()))
@@ -274,9 +257,9 @@ def test_base64_is_what_the_library_takes(text: str) -> None:
         is_right = False
     part = {"type": "input_audio", "input_audio": {"data": text, "format": "wav"}}
     if is_right:
-        sent("chat", part)
+        sent(part)
     else:
-        assert "expected base64" in fault("chat", part)
+        assert "expected base64" in fault(part)
 
 
 # URLs
@@ -284,7 +267,6 @@ def test_base64_is_what_the_library_takes(text: str) -> None:
 
 def test_urls_are_collected_where_they_may_be_fetched() -> None:
     request = read(
-        "chat",
         {"type": "image_url", "image_url": {"url": "https://x/a.png", "detail": "low"}},
         {"audio_url": "https://x/a.wav"},
         {"type": "input_file", "file_url": "https://x/a.MP4?name=b.png#c.png"},
@@ -306,11 +288,11 @@ def test_urls_are_collected_where_they_may_be_fetched() -> None:
 
 
 def test_what_was_fetched_is_checked() -> None:
-    request = read("responses", {"type": "input_image", "image_url": "https://x/a.png"}, fetches=True)
+    request = read({"type": "input_image", "image_url": "https://x/a.png"}, fetches=True)
     assert request.media is not None
     (link,) = request.media.links
     for url in (data_url(b"<html>", "image/png"), data_url(png_header(30_000, 30_000)), data_url(b"")):
-        with pytest.raises(BadRequest, match=r"^input\[0\]\.content\[0\]\.image_url: expected"):
+        with pytest.raises(BadRequest, match=r"^messages\[0\]\.content\[0\]\.image_url: expected"):
             request.media.put(link, url)
     request.media.put(link, IMAGE)
-    assert request.body["input"][0]["content"] == [INPUT_IMAGE]
+    assert request.body["messages"][0]["content"] == [CHAT_IMAGE]
