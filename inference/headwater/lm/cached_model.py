@@ -79,7 +79,7 @@ class CachedModel:
         self._model = model
         self._config = config
         self._mask = StepMask(config, model.dtype, self.device)
-        if "past_key_values" not in inspect.signature(model.forward).parameters:
+        if "past_key_values" not in inspect.signature(type(model).forward).parameters:
             raise ReplicaError(
                 f"model: expected keys and values in transformers' cache; {type(model).__name__} has none"
             )
