@@ -39,8 +39,7 @@ __all__ = ["NOT_OFFERED", "NOT_OFFERED_BODY", "VERSION", "environment", "main"]
 VERSION = "0.32.0+cpu"
 NOT_OFFERED = (
     "/inference/v1/generate", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/abort_requests", "/collective_rpc",
-    "/sleep", "/wake_up", "/reset_prefix_cache", "/start_profile", "/scale_elastic_ep", "/v1/messages",
-    "/v1/chat/completions/render",
+    "/sleep", "/wake_up", "/reset_prefix_cache", "/start_profile", "/scale_elastic_ep", "/v1/chat/completions/render",
 )  # fmt: skip
 """Routes of vLLM that Headwater doesn't have. A route that Headwater gets leaves this list in the same commit."""
 NOT_OFFERED_BODY = {"model": "tiny", "prompt": "x", "input": "x"}

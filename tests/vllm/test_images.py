@@ -128,6 +128,35 @@ def test_an_image_in_a_response(image_server: Running, where: str) -> None:
     assert input_tokens({"type": "input_image", "image_url": data_url(WHITE)}) == input_tokens() + IMAGE_TOKENS
 
 
+@pytest.mark.parametrize("source", ["base64", "url"])
+@pytest.mark.parametrize("where", ["message", "result"])
+def test_an_image_in_a_message(image_server: Running, picture_url: str, where: str, source: str) -> None:
+    def post(path: str, *blocks: dict[str, Any], **more: Any) -> dict[str, Any]:
+        content = [*blocks, TEXT]
+        turns: list[dict[str, Any]] = [{"role": "user", "content": content}]
+        if where == "result":
+            call = {"type": "tool_use", "id": "c", "name": "look", "input": {}}
+            result = {"type": "tool_result", "tool_use_id": "c", "content": content}
+            turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+        body = {"model": "sees", "messages": turns, **more}
+        answer = image_server.client.post(f"{image_server.url}{path}", json=body)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    about: dict[str, Any] = {"type": "url", "url": picture_url}
+    if source == "base64":
+        about = {"type": "base64", "media_type": "image/png", "data": data_url(WHITE).partition(",")[2]}
+    part = {"type": "image", "source": about}
+    usage = post("/v1/messages", part, max_tokens=4, temperature=0)["usage"]
+    full = post("/v1/messages", part, max_tokens=100_000, temperature=0)["usage"]  # what fits is counted first
+    assert full["output_tokens"] > 0
+    tokens = post("/v1/messages/count_tokens", part)["input_tokens"]
+    assert tokens == usage["input_tokens"] + usage["cache_read_input_tokens"]
+    more = tokens - post("/v1/messages/count_tokens")["input_tokens"]
+    assert more == IMAGE_TOKENS if where == "message" else more > IMAGE_TOKENS  # a result's image has its own turn
+
+
 @pytest.mark.parametrize(
     ("part", "said"),
     [

@@ -184,7 +184,8 @@ def read_request(
             ignored.append(key_text(name))
     _set_constraint(kept)
     if isinstance(kept.get("tools"), list):
-        kept["tools"] = [_with_parameters(tool) for tool in kept["tools"]]
+        is_required = kept.get("tool_choice") not in (None, "auto", "none")
+        kept["tools"] = [_completed(tool, is_required=is_required) for tool in kept["tools"]]
     options = kept.pop("stream_options", {})
     n = kept.get("n")
     if n is not None and (type(n) is not int or not 1 <= n <= MAX_CHOICES):
@@ -268,24 +269,26 @@ def from_generate(model: str, request: GenerateRequest, *, streams: bool) -> Vll
     return VllmRequest("completions", body, streams, timeout_s=timeout_us / 1e6 if timeout_us else None)
 
 
-def tokenize_request(chat: dict[str, Any]) -> VllmRequest:
-    """Convert the body of a chat request into a request for the tokens of its prompt."""
+def tokenize_request(chat: dict[str, Any], media: Media | None = None) -> VllmRequest:
+    """Convert the body of a chat request into a request for the tokens of its prompt. What is fetched of its `media` is
+    put into both bodies."""
     body: dict[str, Any] = {name: chat[name] for name in _TOKENIZED if name in chat}
     if (effort := chat.get("reasoning_effort")) is not None:  # variables that vLLM sets for a chat request
         variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         body["chat_template_kwargs"] = variables | (chat.get("chat_template_kwargs") or {})
-    return VllmRequest("tokenize", body, streams=False)
+    return VllmRequest("tokenize", body, streams=False, media=media)
 
 
-def _with_parameters(tool: object) -> object:
-    """A tool of a chat request. Adds an empty parameter schema to a function that declares no
-    parameters."""
+def _completed(tool: object, *, is_required: bool) -> object:
+    """A tool of a chat request. Adds an empty parameter schema to a function that declares no parameters, and, where a
+    tool must be called, ``strict``: without it vLLM holds a call to the function's name only."""
+    function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(tool, dict) or tool.get("type") != "function":
         return tool
-    function = tool.get("function")
-    if not isinstance(function, dict) or "name" not in function or function.get("parameters") is not None:
+    if not isinstance(function, dict) or "name" not in function:
         return tool
-    return {**tool, "function": {**function, "parameters": NO_PARAMETERS}}
+    parameters = {} if function.get("parameters") is not None else {"parameters": NO_PARAMETERS}
+    return {**tool, "function": {**function, **parameters, **({"strict": True} if is_required else {})}}
 
 
 def _check_prompts(prompt: object, n: int) -> None:

@@ -138,7 +138,7 @@ class VllmDispatcher(TextDispatcher):
 
     async def fetch_media(self, request: VllmRequest, take: Callable[[int], None]) -> None:
         """Fetch the images and the like that a request names by URLs, within the request's and the deployment's
-        ``timeout_s``, and put them into the request.
+        ``timeout_s``, and put them into the request. Nothing is fetched a second time.
 
         Args:
             request: the checked request.
@@ -159,6 +159,7 @@ class VllmDispatcher(TextDispatcher):
         try:
             with anyio.fail_after(limit_s):
                 await self._fetcher.fetch(request.media, self._kind.media_hosts, take)
+            request.media.links.clear()
         except TimeoutError:
             raise DeadlineExceeded(f"the deadline of {limit_s:g} s passed") from None
 

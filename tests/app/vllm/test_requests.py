@@ -72,6 +72,15 @@ def test_a_tool_without_parameters_takes_no_arguments() -> None:
     assert sent("chat", tools=others)["tools"] == others
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "own"}}])
+def test_tools_are_strict_where_a_tool_must_be_called(choice: Any) -> None:
+    own = {"name": "own", "parameters": {"type": "object"}, "strict": False}
+    fields: dict[str, Any] = {"tools": [{"type": "function", "function": own}]}
+    assert sent("chat", **fields, tool_choice=choice)["tools"][0]["function"] == {**own, "strict": True}
+    for free in ("auto", "none", None):
+        assert sent("chat", **fields, tool_choice=free)["tools"] == fields["tools"]
+
+
 def test_known_fields_go_on_as_they_are() -> None:
     fields: dict[str, Any] = {
         "temperature": 0,

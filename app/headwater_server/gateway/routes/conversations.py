@@ -161,7 +161,7 @@ class MessagesEndpoint(_ConversationEndpoint[MessagesRequest]):
         signature = dispatcher.check_ready().vllm
         if signature is not None and request.max_tokens + size_bytes > signature.context_length:
             # vLLM refuses an answer that doesn't fit. A prompt has at most as many tokens as bytes.
-            asked = tokenize_request(relayed.body)
+            asked = tokenize_request(relayed.body, relayed.media)
             fitting = signature.context_length - (await tokenized(scope, receive, dispatcher, asked)).count
             if 0 < fitting < request.max_tokens:
                 relayed = relayed._replace(body={**relayed.body, "max_completion_tokens": fitting})
@@ -198,7 +198,7 @@ class CountTokensEndpoint(_ConversationEndpoint[CountTokensRequest]):
         most = TOKEN_BYTES * max(MAX_TOKENS, 0 if signature is None else signature.context_length)
         if size_bytes - form.image_characters > most:
             raise at("messages", None, f"expected at most {most} bytes to count, without images, got {size_bytes}")
-        counted = await tokenized(scope, receive, dispatcher, tokenize_request(relayed.body))
+        counted = await tokenized(scope, receive, dispatcher, tokenize_request(relayed.body, relayed.media))
         return _counted(scope, counted.count)
 
 

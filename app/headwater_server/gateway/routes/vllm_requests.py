@@ -198,7 +198,8 @@ async def answer_embeddings(
 
 
 async def tokenized(scope: Scope, receive: Receive, dispatcher: VllmDispatcher, request: VllmRequest) -> Tokenized:
-    """Have vLLM tokenize messages, within the deployment's ``timeout_s``. No sequence is opened.
+    """Fetch what a request names by URLs, and have vLLM tokenize its messages, within the deployment's ``timeout_s``.
+    No sequence is opened.
 
     Args:
         scope, receive: ASGI arguments of the request; its body has been read.
@@ -210,6 +211,7 @@ async def tokenized(scope: Scope, receive: Receive, dispatcher: VllmDispatcher, 
     """
     answer = TokenizedAnswer(TokenCount(dispatcher.meter))
     with DisconnectWatch(scope, receive):
+        await dispatcher.fetch_media(request, partial(take_for_objects, scope))
         await _opened(scope["state"], dispatcher, request._replace(timeout_s=dispatcher.route.timeout_s)).whole(answer)
     return answer.tokenized
 

@@ -20,7 +20,7 @@ from headwater_server.security.key_check import KeyRing
 from headwater_server.security.keys import Key
 from headwater_server.security.rate_limits import LimitFiles
 from tests.app.gateway.routes.test_vllm_requests import Gateway as VllmGateway
-from tests.app.gateway.routes.test_vllm_requests import vllm_gateway, whole
+from tests.app.gateway.routes.test_vllm_requests import picture_server, vllm_gateway, whole
 from tests.app.lm.message_events import events_of, message_of
 from tests.app.lm.scripted import Gateway, Script, ScriptedDispatcher, ScriptedModels
 from tests.app.lm.scripted import serving as serving_scripted
@@ -401,6 +401,21 @@ async def test_tokens_of_a_prompt_for_vllm_are_counted() -> None:
         assert (status, kind) == (400, "invalid_request_error")
         assert message.startswith("messages: expected at most 2097152 bytes to count")
         assert len(gateway.replica.exchanges) == 1
+
+
+async def test_an_image_is_fetched_for_vllm_before_tokens_are_counted() -> None:
+    async with picture_server() as (url, _):
+        image = {"type": "image", "source": {"type": "url", "url": url}}
+        turns = [{"role": "user", "content": [image]}]
+        async with vllm_gateway(signature=roomy(1000), media_hosts=(url.split("/")[2],)) as gateway:
+            gateway.replica.script = scripted(chat_answer(content="a"), {"count": 400, "tokens": []})
+            assert (await post(gateway, COUNT, messages=turns)).json() == {"input_tokens": 400}
+            assert (await post(gateway, messages=turns, max_tokens=32_000)).status_code == 200
+            paths = [exchange.path for exchange in gateway.replica.exchanges]
+            assert paths == ["/tokenize", "/tokenize", "/v1/chat/completions"]
+            for exchange in gateway.replica.exchanges:
+                (part,) = exchange.body["messages"][0]["content"]
+                assert part["image_url"]["url"].startswith("data:")
 
 
 async def test_what_vllm_refuses_has_anthropics_form_and_the_clients_fields() -> None:
