@@ -83,7 +83,7 @@ def test_images_go_to_vllm_and_are_not_fetched() -> None:
     }  # fmt: skip
     for part, field in (
         ({"type": "input_image", "image_url": "http://x/y.png"}, "image_url"),
-        ({"type": "input_file", "file_url": "http://x/y.pdf"}, "file_url"),
+        ({"type": "input_file", "file_url": "http://x/y.png"}, "file_url"),
     ):
         error = refused(input=[{"role": "user", "content": [part]}])
         assert error.field == f"input[0].content[0].{field}"
