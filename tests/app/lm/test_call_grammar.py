@@ -6,22 +6,29 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Sequence
+from random import Random
 from typing import Any
 
+import jsonschema_rs
+import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
+from headwater.answer_formats import ReasoningName, ToolParser
 from headwater.engine import Grammar
 from headwater.lm.grammar_source import compiled, special_texts
 from headwater_server.lm.call_grammar import call_grammar, required_format
 from headwater_server.lm.reasoning_grammar import after_reasoning, content_opening, limited_reasoning
-from headwater_server.lm.text.answer_reader import ReasoningFormat
+from headwater_server.lm.text.answer_parts import SPECIAL
+from headwater_server.lm.text.answer_reader import REASONING, AnswerReading, ReasoningFormat
 from headwater_server.lm.text.token_texts import TokenTexts
-from headwater_server.lm.text.tool_calls import FORMATS
+from headwater_server.lm.text.tool_calls import FORMATS, CallFormat, ToolUse
 from tests.app.lm.scripted import FOLDER
+from tests.app.lm.text.answers import read
 
 pytestmark = pytest.mark.heavy
 MARKS = [
@@ -67,6 +74,33 @@ class Compiler:
     def grammar(self, name: str, tools: Any = TOOLS, **options: Any) -> Grammar:
         return call_grammar(format_of(name), tools, self.texts.added_id, **{"is_single": False, **options})
 
+    def walked(self, grammar: Grammar, random: Random, hints: Sequence[str]) -> list[int] | None:
+        """An answer that the grammar takes, of random tokens; where any text may follow, sometimes one of the hints.
+        `None` if the answer doesn't end soon."""
+        matcher, _ = compiled(self._library, self._special, grammar.kind, grammar.text, grammar.before)
+        ids: list[int] = []
+        for _ in range(300):
+            mask = numpy.frombuffer(matcher.compute_bitmask(), numpy.uint8)
+            allowed = numpy.flatnonzero(numpy.unpackbits(mask, bitorder="little"))
+            if matcher.is_accepting() and (len(allowed) <= 1 or random.random() < 0.4):
+                return ids
+            tokens = [int(random.choice(allowed))]
+            if len(allowed) > 200 and random.random() < 0.7:
+                tokens = self.tokenizer.encode(random.choice(hints), add_special_tokens=False).ids
+            if tokens[0] in (0, 2):  # the answer's end
+                return ids
+            tokens = tokens[: matcher.validate_tokens(tokens)]
+            assert matcher.consume_tokens(tokens)
+            assert not matcher.get_error()
+            ids += tokens
+        return None
+
+    def text(self, ids: Sequence[int], reading: AnswerReading) -> str:
+        """The text of an answer as its reader gets it."""
+        marks = {self.texts.added_id(mark): f"\uf8ff{mark}".encode() for mark in reading.specials}
+        text = b"".join(marks.get(id) or self.texts.bytes_of[id] for id in ids).decode(errors="replace")
+        return text.replace("\uf8ff", SPECIAL)
+
     def takes(self, grammar: Grammar, text: str, *, is_whole: bool = True) -> bool:
         """Whether an answer may be this text, or else begin with it."""
         matcher, _ = compiled(self._library, self._special, grammar.kind, grammar.text, grammar.before)
@@ -93,6 +127,79 @@ def format_of(name: str) -> Any:
 @functools.cache
 def compiler(*, has_marks: bool = True) -> Compiler:
     return Compiler(has_marks=has_marks)
+
+
+OWN: dict[ToolParser, tuple[ReasoningName, ...]] = {
+    "harmony": ("harmony",), "mistral": ("mistral", "think"), "seed-oss": ("seed-oss",), "granite3": ("granite",),
+    "hunyuan-a13b": ("hunyuan",),
+}  # fmt: skip
+"""The formats of reasoning of the models that write calls in a format, where it isn't ``think``."""
+READ: list[tuple[CallFormat, ReasoningName | None]] = [
+    (format, reasoning)
+    for row in FORMATS.values()
+    for format in ((row, row._replace(has_names=True)) if row.name == "mistral" else (row,))
+    for reasoning in (None, *(REASONING if row.name == "llama3" else OWN.get(row.name, ("think",))))
+    if (row.name, reasoning) != ("llama3", "harmony")
+]
+SEVERAL: Any = {
+    **TOOLS,
+    4: {
+        "function": {
+            "name": "set-all",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "on": {"type": "boolean"}, "share": {"type": "number"}, "text": {"type": "string", "maxLength": 9},
+                    "either": {"type": ["string", "integer"]},
+                    "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 2},
+                    "place": {
+                        "type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"],
+                        "additionalProperties": False,
+                    },
+                },
+                "additionalProperties": False,
+            },
+        }
+    },
+}  # fmt: skip
+HINTS = ["\n", '"', '"}', "}", "]", ",", "a", "7", "\\", "null", " ", "</", "<", "```", "; ", "</think>"]
+
+
+@pytest.mark.parametrize("has_marks", [False, True])
+@pytest.mark.parametrize(("format", "reasoning"), READ, ids=lambda part: getattr(part, "name", part))
+def test_what_a_grammar_takes_is_read_back(
+    format: CallFormat, reasoning: ReasoningName | None, has_marks: bool
+) -> None:
+    library = compiler(has_marks=has_marks)
+    held = required_format(format, SEVERAL)
+    calls = grammar = call_grammar(held, SEVERAL, library.texts.added_id, is_single=False)
+    thought = REASONING[reasoning] if reasoning else None
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in SEVERAL.values()}
+    # Whole tags within a value between the same tags are ambiguous.
+    marks = [mark for tags in held.tags for mark in tags if mark] if held.kind != "pairs" else ["</", "</function"]
+    hints = [*HINTS, *marks, *(f"\n{mark}" for mark in marks), *([thought.closing] * 3 if thought else [])]
+    read_calls = 0
+    for seed in range(8):
+        is_open = thought is not None and seed % 2 == 1
+        if thought is not None:
+            grammar = after_reasoning(calls, thought, library.texts, is_open=is_open)
+        ids = library.walked(grammar, Random(seed), hints)
+        if ids is None:
+            continue
+        answers = []
+        for is_constrained in (True, False):
+            way = AnswerReading(ToolUse(held, schemas, is_constrained), thought, is_open=is_open)
+            way = way.with_tokens(library.texts.added_id)
+            text = library.text(ids, way)
+            answers.append(read(way, text))
+            assert read(way, *text) == answers[-1]
+        assert answers[0] == answers[1], repr(text)
+        assert not answers[0].content, repr(text)
+        assert answers[0].calls, repr(text)
+        for name, arguments in answers[0].calls:
+            jsonschema_rs.validate(schemas[name], json.loads(arguments, parse_float=lambda _: 0.5))
+        read_calls += len(answers[0].calls)
+    assert read_calls > 0
 
 
 OBJECT = '{"city":"K</x>ö","days":3,"zip":"02139"}'
@@ -193,7 +300,11 @@ def test_content_of_a_schema_may_stand_in_place_of_calls(name: str) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.text(max_size=30), st.sampled_from(["qwen-xml", "glm", "dsml", "minimax-m2"]), st.booleans())
+@given(
+    st.text(max_size=30).filter(lambda text: not any(mark in text for mark in [*MARKS, "<|"])),
+    st.sampled_from(["qwen-xml", "glm", "dsml", "minimax-m2"]),
+    st.booleans(),
+)
 def test_a_string_is_any_text(text: str, name: str, has_marks: bool) -> None:
     library = compiler(has_marks=has_marks)
     assert library.takes(library.grammar(name), CALLS[name].replace("K</x>ö", text))

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any, Final
 
 import msgspec
-import orjson
 
 from headwater_server.lm.text.answer_parts import SPECIAL
 from headwater_server.lm.text.call_source import JSON, PYTHON, CallSource, CutShort, NoCall, Reading, quoting
-from headwater_server.lm.text.pair_values import property_schema, repaired, typed
+from headwater_server.lm.text.pair_values import loaded, property_schema, repaired, typed
 from headwater_server.lm.text.python_literals import NotLiteral, bare_key_object, json_string, python_arguments
 from headwater_server.lm.text.tool_calls import CallFormat, CallTags, ToolUse
 
@@ -272,7 +271,8 @@ class CallReader:
         has_lines = self._format.has_lines and (yield from source.follows("\n"))
         if has_lines:
             source.place += 1
-            marks += [f"\n{tags.key}", f"\n{tags.call_end}"]
+            if not self._use.is_constrained:  # a grammar forgets no tag
+                marks += [f"\n{tags.key}", f"\n{tags.call_end}"]
         while True:
             try:
                 text, mark = yield from source.until(*marks)
@@ -340,8 +340,8 @@ class CallReader:
             return json_string(text)
         if kind:
             try:
-                orjson.loads(text)
-            except ValueError:
+                loaded(text)
+            except (ValueError, RecursionError):
                 return json_string(text)
             return text
         parameters = self._use.tools[name]
@@ -357,8 +357,8 @@ class CallReader:
             raise NoCall
         for text in (arguments, repaired(arguments)):
             try:
-                is_object = isinstance(orjson.loads(text), dict)
-            except ValueError:
+                is_object = isinstance(loaded(text), dict)
+            except (ValueError, RecursionError):
                 continue
             if not is_object:
                 break

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import orjson
 
 from headwater_server.lm.text.python_literals import NUMBER, json_string, python_value
 
-__all__ = ["property_schema", "repaired", "typed"]
+__all__ = ["loaded", "property_schema", "repaired", "typed"]
 
 _REPAIRED: Final = re.compile(r'\\.|"|[\x00-\x1f]', re.DOTALL)
 """An escape, a quote, or a control character."""
@@ -32,6 +33,24 @@ def repaired(text: str) -> str:
         return f"\\u{ord(mark):04x}" if is_string and mark < " " else mark
 
     return _REPAIRED.sub(replace, text)
+
+
+def loaded(text: str) -> Any:
+    """The value of JSON text. Where it has numbers beyond those of a double, all numbers become strings.
+
+    Raises:
+        ValueError: the text is no JSON, or isn't valid Unicode.
+    """
+    try:
+        return orjson.loads(text)
+    except ValueError:
+        value = json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse)
+        json.dumps(value, ensure_ascii=False).encode()  # fails for half a surrogate pair
+        return value
+
+
+def _refuse(word: str) -> NoReturn:
+    raise ValueError(f"expected JSON, got {word}")
 
 
 def property_schema(parameters: Mapping[str, Any], name: str) -> object:
@@ -69,13 +88,13 @@ def _value(text: str) -> str | None:
         return text
     for candidate in (text, repaired(text)):
         try:
-            orjson.loads(candidate)
-        except ValueError:
+            loaded(candidate)
+        except (ValueError, RecursionError):
             continue
         return candidate
     try:
         value = python_value(text)
-        orjson.loads(value)
+        loaded(value)
     except (ValueError, RecursionError):  # NotLiteral is a ValueError
         return None
     return value
