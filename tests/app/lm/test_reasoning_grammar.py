@@ -164,7 +164,7 @@ def test_a_budget_that_cannot_be_held_is_named() -> None:
 def test_marks_that_are_no_tokens() -> None:
     """The reasoning ends before any text of the closing mark; its tokens can't be counted."""
     plain = copy.copy(text())
-    plain.reasoning_format = ReasoningFormat("spelt", "<think>", "</spelt>")
+    plain.reasoning_format = ReasoningFormat("think", "<think>", "</spelt>")
     assert not can_limit(plain.reasoning_format, plain.tokenizer.texts)
     body = {
         "model": "m", "messages": HELLO, "max_tokens": 400, "response_format": SCHEMA, "max_reasoning_tokens": 3,
