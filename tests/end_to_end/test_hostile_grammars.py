@@ -137,10 +137,10 @@ ANY = "that answers can be held to"
 @pytest.mark.parametrize(
     ("fields", "param", "reason"),
     [
-        (schema(chain(1400)), "response_format.json_schema", DEEP),
-        (schema(chain(700)), "response_format.json_schema", DEEP),
-        (tool(chain(1400)), "tools", DEEP),
-        (tool(chain(700)), "tools", DEEP),
+        (schema(chain(1400)), "response_format.json_schema.schema", DEEP),
+        (schema(chain(700)), "response_format.json_schema.schema", DEEP),
+        (tool(chain(1400)), "tools[0].function.parameters", DEEP),
+        (tool(chain(700)), "tools[0].function.parameters", DEEP),
         ({"structured_outputs": {"grammar": lark(3000)}}, "structured_outputs.grammar", DEEP),
         ({"structured_outputs": {"grammar": lark(1500)}}, "structured_outputs.grammar", DEEP),
         ({"structured_outputs": {"regex": "(" * 30_000 + ")" * 30_000}}, "structured_outputs.regex", DEEP),

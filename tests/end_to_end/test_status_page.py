@@ -340,7 +340,7 @@ def test_calls_of_tools_are_shown(page: Page, demo: Running) -> None:
     [
         ("schema", '{"type": ', "Expected JSON: "),
         ("schema", "3", "400 Bad Request: response_format.json_schema.schema: "),
-        ("schema", {"type": "object", "not": {}}, "400 Bad Request: response_format.json_schema: "),
+        ("schema", {"type": "object", "not": {}}, "400 Bad Request: response_format.json_schema.schema: "),
         ("tools", [{"type": "function", "function": {"name": "a b"}}], "400 Bad Request: tools[0].function.name: "),
     ],
 )
