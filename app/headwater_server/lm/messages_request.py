@@ -28,7 +28,7 @@ from headwater_server.lm.messages_body import (
     Turn,
 )
 from headwater_server.lm.messages_history import ChatHistory, has_later_system
-from headwater_server.lm.reasoning_fields import Thinking
+from headwater_server.lm.reasoning_fields import SWITCHES, Thinking
 from headwater_server.lm.renamed_fields import own_path, renamed
 from headwater_server.lm.sampling_fields import Flag, Seconds, Temperature, TopK
 from headwater_server.lm.text.answer_reader import AnswerReading
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatForm", "CountTokensRequest", "MessagesRequest"]
 
-_SWITCHES: Final = ("enable_thinking", "thinking")
-"""Variables of chat templates that turn thinking on or off."""
 _Unused = Annotated[Any, Meta(description="Without effect")]
 _Fields = TypeVar("_Fields", bound="CountTokensRequest")
 
@@ -191,7 +189,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
         effort = None if self.output_config is None or self._is_thinking is False else self.output_config.effort
         variables = self.chat_template_kwargs
         if is_relayed:  # vLLM passes each variable to the template, which knows one of these or none
-            switches = {} if self._is_thinking is None else dict.fromkeys(_SWITCHES, self._is_thinking)
+            switches = {} if self._is_thinking is None else dict.fromkeys(SWITCHES, self._is_thinking)
             return {"chat_template_kwargs": {**switches, **(variables or {})} or None, "reasoning_effort": effort}
         thinking = None
         if self.thinking is not None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from headwater_server.lm.text.chat_template import ChatTemplate
 
 __all__ = [
+    "SWITCHES",
     "Effort",
     "ReasoningFields",
     "ReasoningOptions",
@@ -38,7 +39,7 @@ Budget: TypeAlias = Annotated[int, Meta(ge=0, description="Most tokens of the re
 EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _LEVELS: Final = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 """The level of templates that don't say which levels they know: most know low, medium and high."""
-_SWITCHES: Final = ("enable_thinking", "thinking")
+SWITCHES: Final = ("enable_thinking", "thinking")
 """Variables of templates that turn thinking on or off."""
 _Value = TypeVar("_Value")
 
@@ -144,8 +145,8 @@ def template_variables(
         ignored += [] if is_honoured else [path]
     if wish.switch is not None:
         path, is_on = wish.switch
-        values |= {name: is_on for name in _SWITCHES if name in variables}
-        is_honoured = any(name in variables for name in _SWITCHES) or is_on is can_reason
+        values |= {name: is_on for name in SWITCHES if name in variables}
+        is_honoured = any(name in variables for name in SWITCHES) or is_on is can_reason
         if "reasoning_effort" in variables and not is_on:
             values["reasoning_effort"], is_exact = _level("none", levels)
             is_honoured = is_honoured or is_exact
@@ -162,7 +163,7 @@ def template_variables(
 
 def is_off(variables: Mapping[str, Any]) -> bool:
     """Whether the variables of a chat template turn thinking off."""
-    return any(variables.get(name) is False for name in _SWITCHES)
+    return any(variables.get(name) is False for name in SWITCHES)
 
 
 def template_effort(
@@ -175,7 +176,7 @@ def template_effort(
         variables: the names of the template's variables.
         levels: the values of `EFFORTS` that the template mentions.
     """
-    values: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in variables}
+    values: dict[str, Any] = {name: effort != "none" for name in SWITCHES if name in variables}
     is_honoured = bool(values)
     if "reasoning_effort" in variables:
         values["reasoning_effort"], is_exact = _level(effort, levels)
