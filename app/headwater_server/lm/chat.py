@@ -20,7 +20,6 @@ from headwater_server.codecs.faults import at, shown
 from headwater_server.errors import HeadwaterError
 from headwater_server.lm.answer_grammar import ResponseFormat, checked_grammar
 from headwater_server.lm.call_grammar import call_grammar, required_format
-from headwater_server.lm.hidden_reasoning import HiddenReasoning
 from headwater_server.lm.openai_answer import OpenAIAnswer, shown_tokens
 from headwater_server.lm.reasoning_fields import ReasoningFields, ReasoningWish, is_off, template_variables
 from headwater_server.lm.reasoning_grammar import content_opening
@@ -242,7 +241,7 @@ class ChatRequest(ReasoningFields, kw_only=True):
         """The form of the answer to this request. `plan` and `texts` must come from this request and its model."""
         reading = plan.reading
         if reading is not None and not self.reasoning_wish().is_shown:
-            reading = HiddenReasoning(*reading)
+            reading = reading._replace(is_shown=False)
         return ChatAnswer(
             self.model, len(plan.specs), texts, logprobs=bool(self.logprobs), includes_usage=self.includes_usage,
             counts_usage=self.counts_usage, reading=reading,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
 from headwater.answer_formats import ReasoningName, found_reasoning
-from headwater_server.lm.text.answer_parts import SPECIAL, AnswerPart
+from headwater_server.lm.text.answer_parts import SPECIAL, AnswerPart, ReasoningPart
 from headwater_server.lm.text.call_reader import CallReader
 from headwater_server.lm.text.call_source import SPACE, CallSource, CutShort, NoCall, Reading
 from headwater_server.lm.text.code_finder import CodeFinder
@@ -77,6 +77,8 @@ class AnswerReading(NamedTuple):
     """Whether the answers begin within the reasoning."""
     specials: frozenset[str] = frozenset()
     """The marks that are tokens of their own. Only as such a token are they marks: elsewhere, they are text."""
+    is_shown: bool = True
+    """Whether readers return the reasoning. Its tokens are counted in any case."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -111,6 +113,7 @@ class AnswerReader:
 
     def __init__(self, reading: AnswerReading) -> None:
         use, reasoning, specials = reading.tools, reading.reasoning, reading.specials
+        self._is_shown = reading.is_shown
         self._source = CallSource()
         self._parts = PartCollector(use)
         self._held: list[tuple[str, tuple[str, ...] | None]] | None = None
@@ -167,7 +170,8 @@ class AnswerReader:
         next(self._generator, None)
         if self._is_inside and self._held is None and not self._is_pending:
             self._count(True)
-        return self._parts.taken()
+        parts = self._parts.taken()
+        return parts if self._is_shown else [part for part in parts if not isinstance(part, ReasoningPart)]
 
     def _count(self, is_reasoning: bool) -> None:
         """All tokens up to here that aren't counted are reasoning, or not."""
