@@ -146,6 +146,10 @@ class BadRequest(HeadwaterError, status=400):
         return self.about(field, f": {self.message}" if self.fault is None else self.fault)
 
 
+class UnknownField(BadRequest):
+    """An object has a field that its type doesn't have."""
+
+
 class ContextTooLong(BadRequest, code="context_length_exceeded"):
     """The prompt, or prompt and answer together, exceed the model's context length."""
 

@@ -178,7 +178,7 @@ class Reader:
             text=True, timeout=TIMEOUT_S, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{block.place}: {line}\n{done.stdout}"
-        assert '"error"' not in done.stdout, f"{block.place}: {line}\n{done.stdout}"
+        assert '"error":' not in done.stdout, f"{block.place}: {line}\n{done.stdout}"
         printed = [alike(one) for one in done.stdout.splitlines()]
         for shown in command.printed.splitlines():
             is_figure = words[:2] == ["headwater", "bench"] and not shown.startswith("LOAD ")

@@ -188,7 +188,8 @@ def test_no_answer_is_wrong_although_replicas_are_killed(running: Running, model
 
 
 def replace_all(running: Running) -> None:
-    """Kill all replicas, and wait until others serve."""
+    """Kill all replicas once all are ready, and wait until others serve."""
+    wait_for(lambda: running.index("models")["replicas"]["ready"] == REPLICAS, 120, "all replicas to be ready")
     before = set(running.replica_folders("models"))
     for pid in running.processes("models", "tritonserver"):
         os.kill(pid, signal.SIGKILL)

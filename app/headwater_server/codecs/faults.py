@@ -24,7 +24,7 @@ from headwater_server.codecs.wording import (
     kind_of,
     parsed,
 )
-from headwater_server.errors import BadRequest, HeadwaterError
+from headwater_server.errors import BadRequest, HeadwaterError, UnknownField
 
 __all__ = [
     "MAX_CONTAINERS",
@@ -74,10 +74,10 @@ class _Inputs(msgspec.Struct):
     inputs: list[dict[str, msgspec.Raw]] = []
 
 
-def at(path: str, tensor: str | None, message: str) -> BadRequest:
-    """A `BadRequest` whose message names the field by its path and, if given, the tensor."""
+def at(path: str, tensor: str | None, message: str, kind: type[BadRequest] = BadRequest) -> BadRequest:
+    """An error whose message names the field by its path and, if given, the tensor."""
     named = f" (tensor {shown(tensor)})" if tensor is not None else ""
-    return BadRequest.about(path, f"{named}: {message}")
+    return kind.about(path, f"{named}: {message}")
 
 
 def shown(value: object) -> str:
@@ -318,7 +318,7 @@ def unreadable(
         listed = ", ".join(fields_at(kind, fault.path))
         field = f"{place}.{key_text(name)}" if place else key_text(name)
         if fault.missing is None:
-            return at(field, tensor, f"expected one of the fields {listed}, got {shown(name)}")
+            return at(field, tensor, f"expected one of the fields {listed}, got {shown(name)}", UnknownField)
         return at(field, tensor, f"expected this field, got an object without it; the fields are {listed}")
     place = place or "body"
     if expected == "null":

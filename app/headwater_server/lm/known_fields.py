@@ -8,9 +8,9 @@ from typing import Final, TypeVar
 import msgspec
 from msgspec import inspect
 
-from headwater_server.codecs.faults import at, check_keys, check_size, key_text, read_json, shown
+from headwater_server.codecs.faults import at, key_text, read_json, shown
 from headwater_server.codecs.wording import PARSE_ERRORS, structs_of
-from headwater_server.errors import BadRequest
+from headwater_server.errors import UnknownField
 
 __all__ = ["MAX_IGNORED", "check_ignorable", "is_absent", "read_known"]
 
@@ -41,6 +41,7 @@ _SHORT: Final = len("false")
 """Length of the longest JSON of an empty value without white space."""
 _ELSEWHERE: Final = frozenset({"best_of", "mode", "speed", "seeds", "top_a", "top_n", "users"})
 """Fields of other servers with names that are close to fields of ours."""
+_Object: Final = dict[str, msgspec.Raw]
 _Request = TypeVar("_Request")
 
 
@@ -58,31 +59,21 @@ def read_known(raw: bytes, kind: type[_Request]) -> tuple[_Request, tuple[str, .
     """
     try:
         return read_json(raw, kind), ()
-    except BadRequest:
-        known, ignored = _split(raw, kind)
+    except UnknownField:
+        read_json(raw, _Object)  # the error stands before what is malformed or a duplicate
+        ignored: list[str] = []
+        known = _known(raw, structs_of(kind), "", ignored)
         if known is raw:
             raise
     request: _Request = read_json(known, kind)
     return request, tuple(ignored)
 
 
-def _split(raw: bytes, kind: type) -> tuple[bytes, list[str]]:
-    """A body without its unknown fields, and their paths; the body itself if it has none. Raises `BadRequest` as
-    `read_known`."""
-    ignored: list[str] = []
-    try:
-        check_size(raw)
-        check_keys(raw)
-    except (*PARSE_ERRORS, ValueError, BadRequest):  # `read_json` says what is wrong
-        return raw, ignored
-    return _known(raw, structs_of(kind), "", ignored), ignored
-
-
 def _known(text: bytes, structs: list[inspect.StructType], path: str, ignored: list[str]) -> bytes:
     """The JSON of an object without its unknown fields, whose paths are added to ``ignored``; the text itself if it has
     none, or isn't an object. Raises `BadRequest` as `read_known`."""
     try:
-        fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        fields = msgspec.json.decode(text, type=_Object)
     except PARSE_ERRORS:
         return text
     known = {field.encode_name: field for struct in structs for field in struct.fields}

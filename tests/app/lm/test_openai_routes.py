@@ -426,7 +426,7 @@ def test_a_response(gateway: Gateway) -> None:
     assert (answer.object, answer.model, answer.instructions) == ("response", "tiny", "Be brief.")
     assert (answer.metadata, answer.temperature, answer.top_p, answer.user) == ({"a": "b"}, 0.5, 1, "u")
     assert (answer.tools, answer.tool_choice, answer.truncation) == ([], "auto", "disabled")
-    assert answer.model_extra == {"store": False}
+    assert answer.model_extra == {"store": False, "presence_penalty": 0, "frequency_penalty": 0}  # of Open Responses
     assert answer.usage is not None
     prompt, count = len(gateway.tiny.opened[0][1].specs[0].prompt), len(ids_of(TEXT)) + 1
     assert answer.usage.model_dump(exclude_none=True) == {
