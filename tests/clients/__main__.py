@@ -56,6 +56,7 @@ CLIENTS: Final = Environments(
         "tei": "huggingface_hub",
         "tritonclient": "tritonclient",
         "canitoolcall": "canitoolcall",
+        "openai_harmony": "openai-harmony",
         "mistral_vibe": "mistral-vibe",
         "aider": "aider-chat",
         "pydantic_ai": "pydantic-ai-slim",

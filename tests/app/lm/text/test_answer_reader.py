@@ -230,8 +230,8 @@ def test_ten_megabytes_of_arguments_in_pieces_take_seconds() -> None:
     for format, (begin, end) in calls.items():
         reader = reading(format).reader()
         parts, started_s = reader.read(begin, None), time.thread_time()
-        for _ in range(1_000_000):
-            parts += reader.read("0123456789", None)
+        for _ in range(100_000):
+            parts += reader.read("0123456789" * 10, None)
         parts += reader.read(end, "stop")
         assert len(joined(parts).calls[0][1]) == 10_000_000 + len('{"a": ""}')
         assert time.thread_time() - started_s < 60
