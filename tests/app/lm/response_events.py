@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import cache
 from typing import Any
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from headwater_server.lm.openai_answer import Event
 
-__all__ = ["checked_event", "checked_response", "data", "said", "told"]
+__all__ = ["check_fields", "checked_event", "checked_response", "data", "said", "told"]
 
 _EXTRA = {
     ("Response", "frequency_penalty"), ("Response", "presence_penalty"), ("Response", "store"),
@@ -57,7 +57,7 @@ def _events() -> TypeAdapter[Any]:
 def checked_event(text: bytes) -> dict[str, Any]:
     """An event, which is exactly an event of the client's schema."""
     event = _events().validate_json(text, strict=True)
-    _check_fields(event)
+    check_fields(event, _EXTRA)
     shown: dict[str, Any] = event.to_dict(mode="python", exclude_unset=True)
     return shown
 
@@ -65,20 +65,20 @@ def checked_event(text: bytes) -> dict[str, Any]:
 def checked_response(text: bytes | str) -> Response:
     """A whole answer, which is exactly a response of the client's schema."""
     response = Response.model_validate_json(text, strict=True)
-    _check_fields(response)
+    check_fields(response, _EXTRA)
     return response
 
 
-def _check_fields(value: object) -> None:
-    """Check that no object has a field that its class doesn't have."""
+def check_fields(value: object, extra: Set[tuple[str, str]]) -> None:
+    """Check that no object has a field that its class doesn't have, except for ``extra``: names of class and field."""
     if isinstance(value, BaseModel):
-        extra = {(type(value).__name__, name) for name in value.model_extra or ()}
-        assert extra <= _EXTRA, extra
+        found = {(type(value).__name__, name) for name in value.model_extra or ()}
+        assert found <= extra, found - extra
         for name in value.model_fields_set:
-            _check_fields(getattr(value, name))
+            check_fields(getattr(value, name), extra)
     elif isinstance(value, list):
         for item in value:
-            _check_fields(item)
+            check_fields(item, extra)
 
 
 def told(events: Sequence[dict[str, Any]]) -> dict[str, Any]:

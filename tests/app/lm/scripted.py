@@ -29,6 +29,7 @@ from headwater_server.gateway.app import create_app
 from headwater_server.gateway.models import Models
 from headwater_server.lm.sequence import SequenceSpec, Tokens
 from headwater_server.lm.text.language import LanguageText
+from tests.app.lm.chat_events import checked_chunk
 from tests.running import wait_for
 
 FOLDER = Path(headwater.zoo.__file__).parent / "weights" / "tiny_lm"
@@ -267,14 +268,18 @@ class Gateway:
         return list(cast("Iterator[Completion]", stream))
 
     def frames(self, path: str, **body: Any) -> list[str]:
-        """The data of a stream's events."""
+        """The data of a stream's events; those of chat are checked."""
         answer = self.post(path, **body)
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert answer.text.endswith("\n\n")
         blocks = answer.text.removesuffix("\n\n").split("\n\n")
         assert all(block.startswith("data: ") for block in blocks)
-        return [block.removeprefix("data: ") for block in blocks]
+        frames = [block.removeprefix("data: ") for block in blocks]
+        if path == "/v1/chat/completions":
+            for frame in frames:
+                assert frame == "[DONE]" or frame.startswith('{"error":') or checked_chunk(frame)
+        return frames
 
 
 @contextmanager
