@@ -469,6 +469,20 @@ def test_a_response_stream_is_the_same_in_pieces(gateway: Gateway) -> None:
     assert (last.response.output_text, last.response.usage) == (TEXT, whole.usage)
 
 
+def test_a_response_whose_prompt_is_too_long_fails_in_its_stream(gateway: Gateway) -> None:
+    asked: Any = {"model": "tiny", "input": "word " * 600}
+    with pytest.raises(openai.BadRequestError) as caught:
+        gateway.client.responses.create(**asked)
+    assert caught.value.code == "context_length_exceeded"
+    created, begun, failed = gateway.client.responses.create(**asked, stream=True)
+    assert (created.type, begun.type, failed.type) == ("response.created", "response.in_progress", "response.failed")
+    assert failed.response.error is not None
+    assert failed.response.error.code == "context_length_exceeded"
+    assert caught.value.message.endswith(failed.response.error.message)
+    with pytest.raises(openai.BadRequestError):  # every other fault has its status
+        gateway.client.responses.create(model="tiny", input="hi", stream=True, top_p=2)
+
+
 def test_the_clients_stream_helper_collects_a_response(gateway: Gateway) -> None:
     with gateway.client.responses.stream(model="tiny", input=[{"role": "user", "content": "hi"}]) as stream:
         snapshots = [event.snapshot for event in stream if event.type == "response.output_text.delta"]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 
-from headwater_server.errors import HeadwaterError
+from headwater_server.errors import ContextTooLong, HeadwaterError
 from headwater_server.gateway.http.event_stream import EventStream
 from headwater_server.gateway.models import Models
 from headwater_server.lm.openai_answer import Event
+from headwater_server.lm.responses_answer import ResponsesAnswer
+from headwater_server.lm.text_stream import Usage
 
-__all__ = ["open_stream"]
+__all__ = ["open_failed_response", "open_stream"]
 
 
 async def open_stream(
@@ -33,3 +36,15 @@ async def open_stream(
         await stream.close()
         raise
     return stream
+
+
+async def open_failed_response(models: Models, answer: ResponsesAnswer, error: ContextTooLong) -> EventStream:
+    """Open the stream of a response whose prompt is too long. It has the events of an answer that begins and fails, as
+    OpenAI's has: clients that then shorten their prompt, such as Codex, look for the error in these events only."""
+
+    async def events() -> AsyncGenerator[Event, None]:
+        for event in answer.begin():
+            yield event
+        raise error
+
+    return await open_stream(models, events(), partial(answer.end, Usage(0, 0)))

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope
 
 from headwater.engine import EngineLimits
 from headwater_server.codecs.faults import at, shown
-from headwater_server.errors import HeadwaterError, NotFound
+from headwater_server.errors import ContextTooLong, HeadwaterError, NotFound
 from headwater_server.gateway.http.bodies import LARGE_BYTES, BodyReader, decoded
 from headwater_server.gateway.http.endpoint import BodyEndpoint, Endpoint
 from headwater_server.gateway.http.event_stream import EventStream
@@ -21,7 +21,7 @@ from headwater_server.gateway.http.exchange import DisconnectWatch
 from headwater_server.gateway.http.replies import JSON, Reply, json_reply
 from headwater_server.gateway.models import Models
 from headwater_server.gateway.routes.ignored_fields import note_ignored
-from headwater_server.gateway.routes.streams import open_stream
+from headwater_server.gateway.routes.streams import open_failed_response, open_stream
 from headwater_server.gateway.routes.vllm_requests import answer_openai, answer_responses, asked_model
 from headwater_server.lm.chat import ChatRequest
 from headwater_server.lm.completion import CompletionRequest
@@ -238,10 +238,15 @@ class OpenAITextEndpoint(BodyEndpoint):
         model = self._models.choose(scope, request.model)
         accept(scope, model.route.name, route)
         dispatcher = self._models.language_model(model)
-        return await answer_text(
-            self._models, scope, receive, dispatcher, request, request.answer_form, pool=self._pool,
-            size_bytes=len(raw), streams=bool(request.stream),
-        )  # fmt: skip
+        try:
+            return await answer_text(
+                self._models, scope, receive, dispatcher, request, request.answer_form, pool=self._pool,
+                size_bytes=len(raw), streams=bool(request.stream),
+            )  # fmt: skip
+        except ContextTooLong as error:
+            if not isinstance(request, ResponsesRequest) or not request.stream:
+                raise
+            return await open_failed_response(self._models, request.relayed_answer(), error)
 
     def _read_responses(self, raw: bytes) -> tuple[ResponsesRequest, tuple[str, ...]]:
         if self._refuses_unknown:

@@ -12,14 +12,14 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope
 
 from headwater_server.codecs.faults import read_json
-from headwater_server.errors import BadRequest, DeadlineExceeded
+from headwater_server.errors import BadRequest, ContextTooLong, DeadlineExceeded
 from headwater_server.gateway.http.bodies import decoded
 from headwater_server.gateway.http.body_budget import take_for_objects
 from headwater_server.gateway.http.exchange import DisconnectWatch
 from headwater_server.gateway.http.replies import JSON, Reply
 from headwater_server.gateway.models import Models
 from headwater_server.gateway.routes.ignored_fields import note_ignored
-from headwater_server.gateway.routes.streams import open_stream
+from headwater_server.gateway.routes.streams import open_failed_response, open_stream
 from headwater_server.lm.responses import ResponsesForm, ResponsesRequest
 from headwater_server.security.key_check import owned_id
 from headwater_server.security.rate_limits import KeyLimits
@@ -118,7 +118,10 @@ async def answer_responses(
             models, scope, receive, dispatcher, relayed, lambda count: PartsRelay(answer(), count)
         )
     except BadRequest as error:
-        raise client_error(error, form) from None
+        refusal = client_error(error, form)
+        if not isinstance(refusal, ContextTooLong) or not request.stream:
+            raise refusal from None
+        return await open_failed_response(models, answer(), refusal)
 
 
 async def answer_relayed(

@@ -24,6 +24,7 @@ from headwater_server.gateway.models import Models
 from headwater_server.security.key_check import KeyRing
 from headwater_server.security.keys import Key
 from headwater_server.security.rate_limits import LimitFiles
+from tests.app.lm.message_events import events_of
 from tests.app.serving import connect, serving, until, until_closed
 from tests.app.vllm.pictures import data_url, png, png_url
 from tests.app.vllm.stand_in import (
@@ -147,6 +148,13 @@ async def test_responses_are_vllms_chats() -> None:
         gateway.replica.script = whole(error("wrong", 400, "max_completion_tokens"), 400)
         answer = await gateway.client.post("/v1/responses", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_output_tokens")
+        gateway.replica.script = whole(error("This model's maximum context length is 9", 400), 400)
+        answer = await gateway.client.post("/v1/responses", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+        answer = await gateway.client.post("/v1/responses", json={**body, "stream": True})
+        *_, failed = events_of(answer.text)
+        assert (answer.status_code, failed["type"]) == (200, "response.failed")
+        assert failed["response"]["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("streams", [False, True])
