@@ -33,6 +33,8 @@ from tests.traces import remove_backend_folders
 __all__ = ["Bare", "serve_bare"]
 
 START_TIMEOUT_S = 300.0
+HANGS_AFTER_S = 100.0
+"""After so long PyTriton is started anew."""
 BOUND_AT_ONCE = 3
 STARTS = 4
 """How often PyTriton is started: it ends if a model waits longer than 1 s for its configuration."""
@@ -69,15 +71,18 @@ def serve_bare(scripts: Sequence[Path], models: Collection[str], log: Path) -> I
                 start_new_session=True,
             )
 
-    process = start()
+    process, started_s = start(), time.monotonic()
     starts = itertools.count(2)
     bare = Bare(f"http://127.0.0.1:{ports['HTTP_PORT']}", f"grpc://127.0.0.1:{ports['GRPC_PORT']}")
 
     def is_ready() -> bool:
-        nonlocal process
+        nonlocal process, started_s
+        if time.monotonic() - started_s > HANGS_AFTER_S:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         if process.poll() is not None:
             assert next(starts) <= STARTS, log.read_text()[-3000:]
-            process = start()
+            process, started_s = start(), time.monotonic()
         with contextlib.suppress(httpx.TransportError):
             return all(httpx.get(f"{bare.url}/v2/models/{one}/ready").status_code == 200 for one in models)
         return False

@@ -6,7 +6,7 @@ Sources of the formats: the models' public chat templates and documentation.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -18,7 +18,7 @@ from headwater_server.lm.lark import marked, quoted
 from headwater_server.lm.pair_grammar import can_hold_pairs, pair_rules
 from headwater_server.lm.text.tool_calls import FORMATS, CallFormat
 
-__all__ = ["call_grammar", "required_format"]
+__all__ = ["call_grammar", "can_hold_strict", "required_format"]
 
 
 class _Shape(NamedTuple):
@@ -114,6 +114,9 @@ _SHAPES: Final[Mapping[str, tuple[_Shape, ...]]] = {
 """The formats in which required calls are written, each in one or more variants between which the model chooses. Models
 with any other format write required calls like ``llama3``: as plain JSON."""
 _PLACE: Final = re.compile(r"\{(name|arguments|index|line|key|value)\}")
+_TOKEN: Final = re.compile(r"<\[(\d+)\]>")
+_PREFACES: Final = {"harmony": "<|channel|>commentary<|message|>"}
+"""By format, what the model writes before a text that comes before calls or content."""
 _FREE: Final = {"index": "/[0-9]{1,4}/", "line": r"/\n?/"}
 
 
@@ -133,6 +136,27 @@ def required_format(format: CallFormat | None, tools: Mapping[int, Mapping[str, 
     return format
 
 
+def can_hold_strict(
+    format: CallFormat | None,
+    tools: Mapping[int, Mapping[str, Any]],
+    strict: Collection[int],
+    token_id: Callable[[str], int | None],
+) -> bool:
+    """Whether a grammar can take any text, and hold the calls of strict tools in it to their schemas. In the model's
+    own format calls must begin with an added token, or only at the beginning of an answer; and if the arguments are
+    pairs, all tools must be strict.
+
+    Args:
+        format, tools: see `required_format`.
+        strict: the places of the tools whose arguments must keep to their schemas.
+        token_id: see `call_grammar`.
+    """
+    if format is None or not strict or format.name not in _SHAPES or required_format(format, tools) is not format:
+        return False
+    shape = _SHAPES[format.name][0]
+    return bool(format.bare or _first_token(shape, token_id)) and (not shape.pair or tools.keys() <= {*strict})
+
+
 _FIX: Final = 'leave it out, or let the model choose ("tool_choice": "auto" without "strict"): then it is ignored'
 
 
@@ -144,9 +168,10 @@ def call_grammar(
     is_single: bool,
     content: Grammar | None = None,
     content_opening: str = "",
+    strict: Collection[int] | None = None,
 ) -> Grammar:
     """The grammar of an answer that has a call of any of these tools, or several calls unless `is_single` is set; with
-    `content`, the answer may be JSON of this schema instead.
+    `content`, the answer may be JSON of this schema instead; with `strict`, it may have any other text.
 
     Args:
         format: the result of `required_format`.
@@ -154,8 +179,10 @@ def call_grammar(
             their places in the request.
         token_id: returns the id of an added token; `None` for any other text.
         is_single: whether the answer has at most a single call.
-        content: the JSON schema of an answer without calls; `None` if the answer must call a tool.
+        content: the JSON schema of an answer without calls; `None` if there is none.
         content_opening: what the model writes before content.
+        strict: the places of the tools whose arguments keep to their schemas, if the answer need not call a tool;
+            `can_hold_strict` must hold. `None`: the answer must call a tool, and all tools are strict.
 
     Raises:
         BadRequest: `content` is not JSON; or a tool's schema can't be held (see `held_schema`); or the whole grammar is
@@ -163,7 +190,10 @@ def call_grammar(
     """
     rules: list[str] = []
     starts: list[str] = []
-    schemas = {n: _schema(n, tool["function"]["parameters"]) for n, tool in tools.items()}
+    schemas = {
+        n: _schema(n, tool["function"]["parameters"]) if strict is None or n in strict else {"type": "object"}
+        for n, tool in tools.items()
+    }
     shapes = _SHAPES["mistral_args" if format.name == "mistral" and format.has_names else format.name]
     for variant, shape in enumerate(shapes):
         functions = []
@@ -187,11 +217,27 @@ def call_grammar(
             raise at(content.field, None, f"expected a JSON schema, got text that is no JSON: {error}") from error
         starts.append(f"{marked(content_opening, token_id)} content".strip())
         rules.append(f"content: %json {content.text}")
-    text = "\n".join([f"start: {' | '.join(starts)}", *rules])
+    start = " | ".join(starts)
+    if strict is not None:
+        first = _first_token(shapes[0], token_id)
+        any_text = r"/([^{\[\s`](?s:.*))?/" if first is None else f"(<[^{first}]>)*"
+        preface = marked(_PREFACES.get(format.name, ""), token_id)
+        if first is None or content_opening:
+            before = f"({preface} {any_text})?" if preface else ""
+            start = f"{before} ({start} | {marked(content_opening, token_id)} {any_text})".strip()
+        else:
+            start = f"{any_text} (({start}) {any_text}){'?' if is_single or shapes[0].is_single else '*'}"
+    text = "\n".join([f"start: {start}", *rules])
     if len(text) > MAX_GRAMMAR:
         expected = f"expected schemas that come to a grammar of at most {MAX_GRAMMAR} characters"
         raise at("tools", None, f"{expected}, got {len(text)}; shorten them, or offer fewer")
     return Grammar("lark", text, "tools")
+
+
+def _first_token(shape: _Shape, token_id: Callable[[str], int | None]) -> int | None:
+    """The added token with which calls begin; `None` if they begin with other text."""
+    token = _TOKEN.match(_filled(shape.opening + shape.call.partition("{name}")[0], {}, token_id))
+    return None if token is None else int(token[1])
 
 
 def _schema(place: int, parameters: Any) -> dict[str, Any]:

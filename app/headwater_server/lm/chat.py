@@ -19,7 +19,7 @@ from headwater.engine import EngineLimits, Grammar, TopLogprobs
 from headwater_server.codecs.faults import at, shown
 from headwater_server.errors import HeadwaterError
 from headwater_server.lm.answer_grammar import ResponseFormat, checked_grammar
-from headwater_server.lm.call_grammar import call_grammar, required_format
+from headwater_server.lm.call_grammar import call_grammar, can_hold_strict, required_format
 from headwater_server.lm.openai_answer import OpenAIAnswer, shown_tokens
 from headwater_server.lm.reasoning_fields import ReasoningFields, ReasoningWish, is_off, template_variables
 from headwater_server.lm.reasoning_grammar import content_opening
@@ -274,7 +274,7 @@ class ChatRequest(ReasoningFields, kw_only=True):
         )  # fmt: skip
         reasoning = reasoning_plan(text, limits, rendered, wish.budget, grammar, is_off=is_off(variables))
         format = reasoning.format
-        if use is not None and text.reasoning_format is None and grammar is None:
+        if use is not None and not use.is_constrained and text.reasoning_format is None:
             format = text.tool_reasoning
         reading = None
         if use is not None or format is not None:
@@ -340,10 +340,14 @@ class ChatRequest(ReasoningFields, kw_only=True):
         is_single = choice.is_single or self.parallel_tool_calls is False
         schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
         schemas = {name: schemas[name] for name in choice.names}
-        if choice.is_required or grammar is not None:
+        strict = [n for n in callable_ if self.tools[n]["function"].get("strict")]
+        token_id = text.tokenizer.texts.added_id
+        is_strict = "lark" in limits.grammars and can_hold_strict(text.tool_format, callable_, strict, token_id)
+        if choice.is_required or grammar is not None or is_strict:
             grammar = call_grammar(
-                format, callable_, text.tokenizer.texts.added_id, is_single=is_single,
+                format, callable_, token_id, is_single=is_single,
                 content=None if choice.is_required else grammar, content_opening=content_opening(text.reasoning_format),
+                strict=None if is_held else strict,
             )  # fmt: skip
         return tools, ToolUse(format, schemas, choice.is_required, is_single), grammar
 

@@ -16,7 +16,7 @@ from msgspec import Meta, structs, to_builtins
 
 from headwater.engine import EngineLimits, Sampling, TopLogprobs
 from headwater_server.codecs.faults import at, key_text, shown
-from headwater_server.errors import BadRequest
+from headwater_server.errors import BadRequest, ContextTooLong
 from headwater_server.lm.answer_grammar import JsonSchemaFormat, ResponseFormat, Schema
 from headwater_server.lm.chat import ChatRequest, TemplateVariables, Verbosity
 from headwater_server.lm.reasoning_fields import Effort
@@ -208,6 +208,11 @@ class ResponsesRequest(StreamFields, kw_only=True):
     def relayed_answer(self) -> ResponsesAnswer:
         """The form of an answer that another server divides into parts, for `ResponsesAnswer.add`."""
         return self._answer(self, None, None)
+
+    def fails_in_stream(self, error: ContextTooLong) -> bool:
+        """Whether a refusal is the end of a stream: of a streamed answer whose prompt is too long, whatever the limit
+        that the client set."""
+        return bool(self.stream) and error.field != "max_output_tokens"
 
     def _answer(
         self, sampling: Sampling | SamplingFields, texts: TokenTexts | None, reading: AnswerReading | None

@@ -49,7 +49,7 @@ _FUNCTION: Final = {
         "name": {"type": "string", "pattern": f"^{_NAME.pattern}$"},
         "description": {"type": "string"},
         "parameters": {"type": "object", "description": "JSON schema of an object; without it: no arguments"},
-        "strict": {"type": "boolean", "description": "Calls that are required keep to the schema, others may not"},
+        "strict": {"type": "boolean", "description": "Whether calls that need not be made keep to the schema, too"},
     },
 }
 TOOLS_SCHEMA: Final[dict[str, Any]] = {

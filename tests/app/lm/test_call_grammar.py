@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from headwater.answer_formats import ReasoningName, ToolParser
 from headwater.engine import Grammar
 from headwater.lm.grammar_source import compiled, special_texts
-from headwater_server.lm.call_grammar import call_grammar, required_format
+from headwater_server.lm.call_grammar import call_grammar, can_hold_strict, required_format
 from headwater_server.lm.reasoning_grammar import after_reasoning, content_opening, limited_reasoning
 from headwater_server.lm.text.answer_parts import SPECIAL
 from headwater_server.lm.text.answer_reader import REASONING, AnswerReading, ReasoningFormat
@@ -297,6 +297,53 @@ def test_content_of_a_schema_may_stand_in_place_of_calls(name: str) -> None:
     assert library.takes(grammar, CALLS[name])
     assert library.takes(grammar, f"{opening}42")
     assert not library.takes(grammar, f"{opening}x")
+
+
+HOLDS_STRICT = ["hermes", "llama3", "mistral", "mistral_args", "kimi-k2", "deepseek-v3", "deepseek-v3.1", "harmony",
+                "granite3", "xlam", "internlm2", "qwen-xml", "seed-oss", "glm", "minimax-m2"]  # fmt: skip
+
+
+def format_with_tags(name: str) -> CallFormat:
+    return FORMATS["mistral"]._replace(has_names=True) if name == "mistral_args" else FORMATS[name.removesuffix(".1")]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", HOLDS_STRICT)
+def test_calls_of_strict_tools_are_held_among_any_text(name: str) -> None:
+    library, format, call = compiler(), format_with_tags(name), CALLS[name]
+    assert can_hold_strict(format, TOOLS, [0, 3], library.texts.added_id)
+    opening = content_opening(HARMONY) if name == "harmony" else ""
+    strict: Any = {"strict": [0, 3], "content_opening": opening}
+    grammar = call_grammar(format, TOOLS, library.texts.added_id, is_single=False, **strict)
+    single = call_grammar(format, TOOLS, library.texts.added_id, is_single=True, **strict)
+    before = {"harmony": "<|channel|>commentary<|message|>I ask.<|end|><|start|>assistant"}.get(name, "I ask:\n")
+    for text in ("", "<b>Köln</b> [1] {}", "\n"):
+        assert format.bare or library.takes(grammar, f"{opening}{text}")
+    assert library.takes(grammar, f"{opening}Yes: {{}}")
+    assert library.takes(grammar, call)
+    assert format.bare or library.takes(grammar, before + call)
+    assert library.takes(single, call) == (re.search(r"\bno\b", call) is None)
+    for wrong in (call.replace("weather", "whether"), call.replace("city", "town"), call.replace("02139", "2139")):
+        assert wrong == call or not library.takes(grammar, wrong), wrong
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral"])
+def test_a_tool_that_is_not_strict_takes_any_object(name: str) -> None:
+    library = compiler()
+    grammar = library.grammar(name, strict=[3])
+    assert library.takes(grammar, CALLS[name].replace("city", "town"))
+    assert not library.takes(grammar, CALLS[name].replace(OBJECT, "[]"))
+    assert not library.takes(grammar, CALLS[name].replace("{}", '{"a": 1}'))
+
+
+@pytest.mark.parametrize(
+    ("name", "has_marks", "strict"),
+    [("hermes", True, []), ("hermes", False, [0, 3]), ("qwen-xml", True, [0]), ("dsml", True, [0, 3]),
+     ("gemma4", True, [0, 3])],
+)  # fmt: skip
+def test_strict_tools_that_no_grammar_holds_among_text(name: str, has_marks: bool, strict: list[int]) -> None:
+    token_id = compiler(has_marks=has_marks).texts.added_id
+    assert not can_hold_strict(format_with_tags(name), TOOLS, strict, token_id)
+    assert not can_hold_strict(None, TOOLS, [0, 3], token_id)
 
 
 @settings(max_examples=25, deadline=None)

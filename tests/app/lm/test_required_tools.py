@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -15,6 +16,7 @@ from headwater.engine import Engine, EngineLimits
 from headwater.lm.loading import plan_language_model
 from headwater_server.errors import BadRequest
 from headwater_server.lm.chat import ChatRequest
+from headwater_server.lm.text.language import LanguageText
 from tests.app.lm.app_with_engine import app_with_engine
 from tests.app.lm.response_events import said, told
 from tests.app.lm.scripted import LIMITS
@@ -129,6 +131,35 @@ async def test_required_calls_are_sound_whole_and_streamed(model: tuple[Path, En
             names.add(name)
     assert names == {"weather", "refer", "nothing"}
     assert max(counts) > 1
+
+
+@pytest.mark.parametrize("has_marks", [False, True])
+def test_strict_is_named_where_it_is_not_held(tmp_path: Path, has_marks: bool) -> None:
+    text = LanguageText(tool_folder(tmp_path / "model", "hermes", has_marks=has_marks))
+    strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS[1:]]
+    request = ChatRequest.read(json.dumps({**ASKED, "tools": [WEATHER, *strict]}).encode())
+    plan = request.plan(text, msgspec.structs.replace(LIMITS, vocab_size=VOCAB_SIZE, grammars=frozenset({"lark"})))
+    assert plan.ignored == (() if has_marks else ("tools[1].function.strict", "tools[2].function.strict"))
+    assert (plan.specs[0].grammar is not None) == has_marks
+
+
+async def test_calls_of_strict_tools_are_sound_although_none_is_required(model: tuple[Path, Engine]) -> None:
+    marks = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "mistral_args": "[TOOL_CALLS]"}
+    folder, _ = model
+    text = LanguageText(folder)
+    assert text.tool_format is not None
+    mark = text.tokenizer.texts.added_id(marks.get(text.tool_format.name, ""))
+    if mark is None:
+        pytest.skip("this model's calls don't begin with a token")
+    strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    asked = ({"tools": strict, "seed": 10 * seed, "logit_bias": {str(mark): 20}} for seed in range(2))
+    found = 0
+    for content, calls, finish in (choice for answer in await asking(model, *asked) for choice in answer):
+        assert finish in ("tool_calls", "length"), content
+        for name, arguments in calls:
+            check(name, arguments)
+            found += 1
+    assert found > 1
 
 
 async def test_a_named_function_is_called_once(model: tuple[Path, Engine]) -> None:

@@ -244,7 +244,7 @@ class OpenAITextEndpoint(BodyEndpoint):
                 size_bytes=len(raw), streams=bool(request.stream),
             )  # fmt: skip
         except ContextTooLong as error:
-            if not isinstance(request, ResponsesRequest) or not request.stream:
+            if not isinstance(request, ResponsesRequest) or not request.fails_in_stream(error):
                 raise
             return await open_failed_response(self._models, request.relayed_answer(), error)
 

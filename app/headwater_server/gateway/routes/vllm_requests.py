@@ -119,7 +119,7 @@ async def answer_responses(
         )
     except BadRequest as error:
         refusal = client_error(error, form)
-        if not isinstance(refusal, ContextTooLong) or not request.stream:
+        if not isinstance(refusal, ContextTooLong) or not request.fails_in_stream(refusal):
             raise refusal from None
         return await open_failed_response(models, answer(), refusal)
 
