@@ -7,7 +7,8 @@ own before the first round and after the last, every token of a stream in every 
 wrongly is left out with all its figures, says so, and makes the status 1. ``--smoke`` asks and compares only, without
 load. Writes the raw figures to benchmarks/results/peers.json.
 
-- ``scale``: twice 16 numbers, JSON: what the way costs;
+- ``scale``: twice 16 numbers, JSON: what the way costs; in the scenarios that begin so 4 or 4,096 numbers, also as
+  binary tensors, or a model that waits in each call;
 - ``text``: embeddings of sentences of 20 tokens; ``bare`` is the model in a process of its own, full batches;
 - ``mixed``: the same of texts of 5 to 200 tokens, in random order;
 - ``embeddings``: a sentence-transformers folder behind OpenAI's route, the same texts; ``bare`` is the library;
@@ -42,7 +43,17 @@ from benchmarks.peers.work import FOLDER_SCENARIOS
 
 RESULTS = Path(__file__).parents[1] / "results" / "peers.json"
 SCENARIOS = (*UNARY, *FOLDER_SCENARIOS, "streams")
-SMOKE_SCENARIOS = ("scale", "mixed", "fanout", "image", *FOLDER_SCENARIOS, "streams")
+USUAL_SCENARIOS = ("scale", "text", "mixed", "fanout", "image", *FOLDER_SCENARIOS, "streams")
+SMOKE_SCENARIOS = (
+    "scale",
+    "scale-4096-binary",
+    "scale-200us",
+    "mixed",
+    "fanout",
+    "image",
+    *FOLDER_SCENARIOS,
+    "streams",
+)
 """``text`` is ``mixed`` with other texts."""
 UNITS = {"text": "sentences/s", "mixed": "texts/s", "embeddings": "texts/s", "streams": "tokens/s"}
 
@@ -51,7 +62,7 @@ def main() -> None:
     """Run it."""
     names = [peer.name for peer in PEERS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scenarios", help=f"default: {','.join(SCENARIOS)}")
+    parser.add_argument("--scenarios", help=f"default: {','.join(USUAL_SCENARIOS)}")
     parser.add_argument("--peers", default=",".join([*names, GRPC]), help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=3, help="a contender, in each round")
     parser.add_argument("--rounds", type=int, default=5)
@@ -60,7 +71,8 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="no load: only whether all answer rightly")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the servers are ended
-    scenarios = options.scenarios.split(",") if options.scenarios else SMOKE_SCENARIOS if options.smoke else SCENARIOS
+    usual = SMOKE_SCENARIOS if options.smoke else USUAL_SCENARIOS
+    scenarios = options.scenarios.split(",") if options.scenarios else usual
     wanted = options.peers.split(",") if options.peers else []
     for option, given, known in (("--scenarios", scenarios, SCENARIOS), ("--peers", wanted, (*names, GRPC))):
         if unknown := set(given) - set(known):

@@ -1,6 +1,7 @@
 """uvicorn's own ceiling: an ASGI application that reads the body and answers the right bytes, made beforehand.
 
-``python -m benchmarks.peers.asgi_server SCENARIO PORT``; the scenario is ``scale``, the answer that of its request.
+``python -m benchmarks.peers.asgi_server SCENARIO PORT``; the scenario is one of `SCALINGS`, the answer that of
+its request.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import uvicorn
 
-from benchmarks.peers.work import work
+from benchmarks.peers.work import SCALINGS, work
 
 _HEADERS = [(b"content-type", b"application/json")]
 
@@ -34,6 +35,6 @@ class Constant:
 
 if __name__ == "__main__":
     todo = work(sys.argv[1])
-    (answer,) = todo.answers([[float(value) for value in range(16)]])
+    (answer,) = todo.answers([SCALINGS[sys.argv[1]].data])
     app: Any = Constant(json.dumps(answer).encode())
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), access_log=False, log_level="warning", lifespan="off")

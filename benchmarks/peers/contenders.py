@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.fanout_servers import Server, headwater, served, tree
 from benchmarks.peers.environments import PEER_ENVIRONMENTS
 from benchmarks.peers.scenarios import UNARY, deployment
-from benchmarks.peers.work import FOLDER_SCENARIOS, path_of
+from benchmarks.peers.work import FOLDER_SCENARIOS, SCALINGS, path_of
 from benchmarks.servers import free_port
 
 __all__ = ["GRPC", "OURS", "PEERS", "Peer", "Running", "ask", "first_answer", "start", "stopped"]
@@ -48,7 +48,19 @@ class Peer:
 
 
 _JSON = ("scale", "text", "mixed", "fanout")
+_BINARY = tuple(name for name, scaling in SCALINGS.items() if scaling.is_binary)
+"""Numbers as bytes, which only the KServe protocol has a form for."""
+_BARE_BYTES = tuple(name for name in UNARY if name not in _BINARY)
 PEERS = (
+    Peer(
+        "triton-native",
+        "pytriton",
+        "native_server",
+        "/v2/models/{scenario}/ready",
+        tuple(SCALINGS),
+        is_kserve=True,
+        may_be_stopped=False,
+    ),
     Peer(
         "triton-http",
         "pytriton",
@@ -58,10 +70,10 @@ PEERS = (
         is_kserve=True,
         may_be_stopped=False,
     ),
-    Peer("mosec", "mosec", "mosec_server", "/", (*UNARY, *FOLDER_SCENARIOS, "streams")),
+    Peer("mosec", "mosec", "mosec_server", "/", (*_BARE_BYTES, *FOLDER_SCENARIOS, "streams")),
     Peer("litserve", "litserve", "litserve_server", "/health", (*_JSON, *FOLDER_SCENARIOS, "streams")),
-    Peer("fastapi", "fastapi", "fastapi_server", "/health", (*UNARY, "streams")),
-    Peer("uvicorn-ceiling", "fastapi", "asgi_server", "/", ("scale",)),
+    Peer("fastapi", "fastapi", "fastapi_server", "/health", (*_BARE_BYTES, "streams")),
+    Peer("uvicorn-ceiling", "fastapi", "asgi_server", "/", tuple(SCALINGS.keys() - {*_BINARY})),
     Peer("ray-serve", "ray", "ray_server", "/-/healthz", ("scale", "text")),
     Peer("ray-serve-proxy", "ray", "ray_server", "/-/healthz", ("scale", "text"), arguments=("proxy",)),
     Peer("bentoml", "bentoml", "bentoml_server", "/readyz", ("scale", "text"), answers_lists=True),

@@ -14,7 +14,7 @@ from pytriton.decorators import batch
 from pytriton.model_config import DynamicBatcher, ModelConfig, Tensor
 
 from benchmarks.local_triton import local_triton
-from benchmarks.peers.work import IMAGE_SHAPE, MAX_BATCH_SIZE, work
+from benchmarks.peers.work import IMAGE_SHAPE, MAX_BATCH_SIZE, SCALINGS, work
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
 def _bound(scenario: str) -> tuple[Callable[..., Any], list[Any], list[Any]]:
     """The callable, its inputs and its outputs."""
     todo = work(scenario)
-    if scenario == "scale":
+    if scenario in SCALINGS:
         return (
             lambda x: todo.batch(x),
             [Tensor(name="x", dtype=np.float32, shape=(-1,))],

@@ -35,6 +35,11 @@ _GOALS: Mapping[tuple[str, int, str, str], tuple[float | None, float | None]] = 
     ("scale", 64, "litserve", "per_s"): (6, None),
     ("scale", 64, "fastapi", "per_s"): (2.5, None),
     ("scale", 1, "triton-http", "p50_ms"): (None, 0.9),
+    ("scale-4", 1, "triton-native", "p50_ms"): (None, 2.0),
+    ("scale-4", 64, "triton-native", "per_s"): (1.0, None),
+    ("scale-4", 64, "triton-native", "cpu_ms"): (None, 1.2),
+    ("scale-4", 64, "mosec", "per_s"): (0.8, None),
+    ("scale-2ms", 1, "triton-native", "p50_ms"): (None, 1.2),
     ("text", 64, "bare", "per_s"): (0.9, None),
     ("text", 64, "mosec", "per_s"): (1.0, None),
     ("text", 64, "litserve", "per_s"): (1.0, None),
@@ -88,7 +93,7 @@ def _ratios(figures: Sequence[Figure], unit: str) -> list[Ratio]:
             rounds = sorted(ours.keys() & theirs.keys())
             if name == OURS or not rounds:
                 continue
-            for kind, told in (("per_s", unit), ("p50_ms", "p50")):
+            for kind, told in (("per_s", unit), ("p50_ms", "p50"), ("cpu_ms", "CPU")):
                 pairs = [(getattr(ours[one], kind), getattr(theirs[one], kind)) for one in rounds]
                 if any(value is None for pair in pairs for value in pair):
                     continue

@@ -21,6 +21,7 @@ from benchmarks.peers.contenders import GRPC, OURS, Peer, Running, ask, first_an
 from benchmarks.peers.grpc_load import GrpcLoad
 from benchmarks.peers.report import Figure
 from benchmarks.peers.scenarios import HAVE_BARE, check_binary, check_json, scenario
+from benchmarks.peers.work import SCALINGS
 from benchmarks.stream_load import LoadGenerator
 from benchmarks.stream_rates import STREAMS, ask_pytriton, bare_pytriton
 
@@ -124,7 +125,7 @@ class Unary(Rounds):
         self._bare = stack.enter_context(Bare(self._name))
         self._right = self._bare.answers(self._scenario.messages)
         self._grpc: GrpcLoad | None = None
-        if GRPC in self._wanted and self._name in ("scale", "image"):
+        if GRPC in self._wanted and (self._name == "image" or self._name in SCALINGS):
             self._grpc = stack.enter_context(GrpcLoad())
         self._bodies = {one.name: _bodies(self._scenario, one) for one in self._running}
         self._counts: Sequence[int] = self._scenario.connections
@@ -146,7 +147,7 @@ class Unary(Rounds):
         bodies, headers = self._bodies[one.name]
         for index, (body, right) in enumerate(zip(bodies, self._right, strict=True)):
             answer = (ask if index else first_answer)(one, body, headers)
-            if self._name == "image":
+            if self._scenario.is_binary:
                 check_binary(answer, right)
             else:
                 check_json(answer, right, is_list=one.answers_lists)
@@ -274,7 +275,7 @@ def _finish(one: Running) -> None:
 
 def _bodies(asked: Any, one: Running) -> tuple[list[bytes], dict[str, str]]:
     """Requests' bodies as a contender takes them, and their headers."""
-    if asked.name != "image":
+    if not asked.is_binary:
         return asked.bodies, {"Content-Type": "application/json"}
     headers = {"Content-Type": "application/octet-stream"}
     (message,) = asked.messages

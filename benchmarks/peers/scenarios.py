@@ -16,6 +16,7 @@ from benchmarks.peers.work import (
     IMAGE_SHAPE,
     JSON_SCENARIOS,
     MAX_BATCH_SIZE,
+    SCALINGS,
     Message,
     folder_of,
 )
@@ -23,7 +24,7 @@ from benchmarks.stream_engine import MODEL
 
 __all__ = ["HAVE_BARE", "UNARY", "AnswerWrong", "Scenario", "check_binary", "check_json", "deployment", "scenario"]
 
-UNARY = (*JSON_SCENARIOS, "image")
+UNARY = (*SCALINGS, *JSON_SCENARIOS, "image")
 HAVE_BARE = ("text", "mixed", *FOLDER_SCENARIOS)
 """The model in a process of its own takes part."""
 TOLERANCE = 2e-4
@@ -55,6 +56,8 @@ class Scenario:
     """More connections, at which only Headwater is measured."""
     longer: int = 1
     """Loads last so many times as long, where an answer takes seconds."""
+    is_binary: bool = False
+    """Tensors travel as bytes."""
     to_last_answer: bool = False
     """Rates are those up to the last answer: some servers answer large batches, of which a load's end would cut one."""
 
@@ -67,9 +70,11 @@ class Scenario:
 def scenario(name: str) -> Scenario:
     """A unary scenario."""
     draw = random.Random(7)
-    if name == "scale":
-        data = [float(value) for value in range(16)]
-        return Scenario(name, [_message("x", "FP32", [1, 16], data, ["y"])], (1, 64), (256, 1024))
+    if (scaling := SCALINGS.get(name)) is not None:
+        message = _message("x", "FP32", [1, scaling.numbers], scaling.data, ["y"])
+        if name == "scale":
+            return Scenario(name, [message], (1, 64), (256, 1024))
+        return Scenario(name, [message], (1, 16, 64, 256), is_binary=scaling.is_binary)
     if name in ("text", "mixed"):
         texts = _texts(draw, [18] * 16 if name == "text" else _mixed_lengths())
         messages = [_message("text", "BYTES", [1, 1], [text], ["embedding"]) for text in texts]
@@ -91,7 +96,7 @@ def scenario(name: str) -> Scenario:
         return Scenario(name, [_message("image", "FP32", [1, 1, 8, 8], image, outputs) for image in images], (64,))
     image = np.random.default_rng(7).standard_normal((1, *IMAGE_SHAPE)).astype(np.float32)
     message = _message("image", "FP32", list(image.shape), image.ravel().tolist(), ["means"])
-    return Scenario(name, [message], (1, 16))
+    return Scenario(name, [message], (1, 16), is_binary=True)
 
 
 def deployment(name: str) -> dict[str, Any]:
@@ -112,8 +117,11 @@ def deployment(name: str) -> dict[str, Any]:
             "batching": batching,
             "threads": 1,
         }
+    if (scaling := SCALINGS.get(name)) is not None and scaling.pause_ms:
+        model = {"model": "benchmarks.peers.paused:Paused", "options": {"pause_ms": scaling.pause_ms}}
+        return {**model, "batching": batching, "threads": 1}
     models = {
-        "scale": "headwater.zoo.scale:Scale",
+        **dict.fromkeys(SCALINGS, "headwater.zoo.scale:Scale"),
         "text": "headwater.zoo.text:Text",
         "mixed": "headwater.zoo.text:Text",
         "image": "benchmarks.large_tensors_model:ChannelMeans",

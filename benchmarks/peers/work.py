@@ -8,13 +8,16 @@ from __future__ import annotations
 import importlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from benchmarks.peers.paused import Paused
 from headwater import Model
+from headwater.zoo.scale import Scale
 
 __all__ = [
     "BATCH_WAIT_MS",
@@ -24,9 +27,11 @@ __all__ = [
     "IMAGE_SHAPE",
     "JSON_SCENARIOS",
     "MAX_BATCH_SIZE",
+    "SCALINGS",
     "Arrays",
     "ImageWork",
     "Message",
+    "Scaling",
     "Work",
     "folder_of",
     "image_of",
@@ -39,14 +44,42 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 """Outputs of a batch, by name."""
 
 IMAGE_SHAPE = (3, 224, 224)
+
+
+class Scaling(NamedTuple):
+    """A scenario that doubles numbers."""
+
+    numbers: int
+    """Of a request."""
+    pause_ms: float = 0
+    """What each call of the model waits, as for a device."""
+    is_binary: bool = False
+    """Whether the numbers travel as the KServe protocol's binary tensors; otherwise in JSON."""
+
+    @property
+    def data(self) -> list[float]:
+        """The numbers."""
+        return [float(value) for value in range(self.numbers)]
+
+
+SCALINGS: Mapping[str, Scaling] = {
+    "scale": Scaling(16),
+    "scale-4": Scaling(4),
+    "scale-4096": Scaling(4096),
+    "scale-4-binary": Scaling(4, is_binary=True),
+    "scale-4096-binary": Scaling(4096, is_binary=True),
+    "scale-200us": Scaling(4, 0.2),
+    "scale-2ms": Scaling(4, 2),
+}
 MAX_BATCH_SIZE: Mapping[str, int] = {
-    **{"scale": 64, "text": 32, "mixed": 32, "fanout": 64, "image": 16},
+    **dict.fromkeys(SCALINGS, 64),
+    **{"text": 32, "mixed": 32, "fanout": 64, "image": 16},
     **{"embeddings": 64, "rerank": 16},
 }
 """Requests, by scenario; every contender that batches has the same."""
 BATCH_WAIT_MS: Mapping[str, int] = {"embeddings": 10, "rerank": 10}
 """What peers wait for company, by scenario, where more than 1 ms, the least that some take, is better for them."""
-JSON_SCENARIOS = ("scale", "text", "mixed", "fanout")
+JSON_SCENARIOS = ("text", "mixed", "fanout")
 FOLDER_SCENARIOS = ("embeddings", "rerank")
 """Hugging Face folders, asked as OpenAI's and Cohere's clients do."""
 DOCUMENTS = 4
@@ -112,8 +145,8 @@ class Work(ABC):
 class _Scale(Work):
     datatypes: ClassVar[Mapping[str, str]] = {"y": "FP32"}
 
-    def __init__(self) -> None:
-        self._model = _loaded("headwater.zoo.scale:Scale")
+    def __init__(self, pause_ms: float) -> None:
+        self._model = Paused(pause_ms) if pause_ms else Scale()
 
     def batch(self, rows: Sequence[Any]) -> Arrays:
         return dict(self._model(x=np.array(rows, np.float32)))
@@ -227,8 +260,8 @@ class _Rerank(Work):
         ]
 
 
-_WORKS: Mapping[str, type[Work]] = {
-    "scale": _Scale,
+_WORKS: Mapping[str, Callable[[], Work]] = {
+    **{name: partial(_Scale, scaling.pause_ms) for name, scaling in SCALINGS.items()},
     "text": _Text,
     "mixed": _Text,
     "fanout": _FanOut,
