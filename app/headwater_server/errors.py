@@ -4,6 +4,7 @@
 
     HeadwaterError                 status, message
     ├── BadRequest                 400  the request's content is wrong; the message names the field
+    │   ├── UnknownField                an object has a field that its type doesn't have
     │   ├── ContextTooLong              prompt, or prompt and answer together, exceed the context length
     │   └── ThreadUnsupported           the request continues a conversation that the server would have to keep
     ├── Unauthorized               401  no API key, or the key is not valid
@@ -78,6 +79,7 @@ __all__ = [
     "Unauthorized",
     "Unavailable",
     "UnknownCoding",
+    "UnknownField",
     "UnsupportedMediaType",
     "VersionNotSupported",
     "anthropic_error",

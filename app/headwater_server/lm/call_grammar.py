@@ -115,8 +115,11 @@ _SHAPES: Final[Mapping[str, tuple[_Shape, ...]]] = {
 with any other format write required calls like ``llama3``: as plain JSON."""
 _PLACE: Final = re.compile(r"\{(name|arguments|index|line|key|value)\}")
 _TOKEN: Final = re.compile(r"<\[(\d+)\]>")
-_PREFACES: Final = {"harmony": "<|channel|>commentary<|message|>"}
-"""By format, what the model writes before a text that comes before calls or content."""
+_CHANNELS: Final = (
+    "<|channel|>commentary<|message|>", "<|channel|>final<|message|>", "<|end|><|start|>assistant",
+)  # fmt: skip
+"""In the format ``harmony``, what the model writes before a text that other messages follow, before the last text, and
+between two messages."""
 _FREE: Final = {"index": "/[0-9]{1,4}/", "line": r"/\n?/"}
 
 
@@ -136,25 +139,19 @@ def required_format(format: CallFormat | None, tools: Mapping[int, Mapping[str, 
     return format
 
 
-def can_hold_strict(
-    format: CallFormat | None,
-    tools: Mapping[int, Mapping[str, Any]],
-    strict: Collection[int],
-    token_id: Callable[[str], int | None],
-) -> bool:
-    """Whether a grammar can take any text, and hold the calls of strict tools in it to their schemas. In the model's
-    own format calls must begin with an added token, or only at the beginning of an answer; and if the arguments are
-    pairs, all tools must be strict.
+def can_hold_strict(format: CallFormat | None, token_id: Callable[[str], int | None]) -> bool:
+    """Whether a grammar can tell a model's calls from any other text, and so hold them to their schemas: each call
+    begins with an added token, and its arguments are a JSON object. Arguments between tags are read as a call even
+    where the first tag of the call is missing.
 
     Args:
-        format, tools: see `required_format`.
-        strict: the places of the tools whose arguments must keep to their schemas.
+        format: the model's format; `None` if it isn't known.
         token_id: see `call_grammar`.
     """
-    if format is None or not strict or format.name not in _SHAPES or required_format(format, tools) is not format:
+    if format is None or format.name not in _SHAPES:
         return False
     shape = _SHAPES[format.name][0]
-    return bool(format.bare or _first_token(shape, token_id)) and (not shape.pair or tools.keys() <= {*strict})
+    return not shape.pair and _TOKEN.match(marked(shape.opening + shape.call, token_id)) is not None
 
 
 _FIX: Final = 'leave it out, or let the model choose ("tool_choice": "auto" without "strict"): then it is ignored'
@@ -182,7 +179,7 @@ def call_grammar(
         content: the JSON schema of an answer without calls; `None` if there is none.
         content_opening: what the model writes before content.
         strict: the places of the tools whose arguments keep to their schemas, if the answer need not call a tool;
-            `can_hold_strict` must hold. `None`: the answer must call a tool, and all tools are strict.
+            `can_hold_strict` must be true. `None`: the answer must call a tool, and all tools are strict.
 
     Raises:
         BadRequest: `content` is not JSON; or a tool's schema can't be held (see `held_schema`); or the whole grammar is
@@ -219,12 +216,11 @@ def call_grammar(
         rules.append(f"content: %json {content.text}")
     start = " | ".join(starts)
     if strict is not None:
-        first = _first_token(shapes[0], token_id)
-        any_text = r"/([^{\[\s`](?s:.*))?/" if first is None else f"(<[^{first}]>)*"
-        preface = marked(_PREFACES.get(format.name, ""), token_id)
-        if first is None or content_opening:
-            before = f"({preface} {any_text})?" if preface else ""
-            start = f"{before} ({start} | {marked(content_opening, token_id)} {any_text})".strip()
+        marks = (token_id(mark) for mark in format.tokens)
+        any_text = f"(<[^{','.join(str(mark) for mark in marks if mark is not None)}]>)*"
+        if format.name == "harmony":
+            preface, final, end = (marked(part, token_id) for part in _CHANNELS)
+            start = f"({preface} {any_text} {end})? ({start} | {final} {any_text})"
         else:
             start = f"{any_text} (({start}) {any_text}){'?' if is_single or shapes[0].is_single else '*'}"
     text = "\n".join([f"start: {start}", *rules])
@@ -232,12 +228,6 @@ def call_grammar(
         expected = f"expected schemas that come to a grammar of at most {MAX_GRAMMAR} characters"
         raise at("tools", None, f"{expected}, got {len(text)}; shorten them, or offer fewer")
     return Grammar("lark", text, "tools")
-
-
-def _first_token(shape: _Shape, token_id: Callable[[str], int | None]) -> int | None:
-    """The added token with which calls begin; `None` if they begin with other text."""
-    token = _TOKEN.match(_filled(shape.opening + shape.call.partition("{name}")[0], {}, token_id))
-    return None if token is None else int(token[1])
 
 
 def _schema(place: int, parameters: Any) -> dict[str, Any]:

@@ -342,8 +342,8 @@ class ChatRequest(ReasoningFields, kw_only=True):
         schemas = {name: schemas[name] for name in choice.names}
         strict = [n for n in callable_ if self.tools[n]["function"].get("strict")]
         token_id = text.tokenizer.texts.added_id
-        is_strict = "lark" in limits.grammars and can_hold_strict(text.tool_format, callable_, strict, token_id)
-        if choice.is_required or grammar is not None or is_strict:
+        is_strict = bool(strict) and "lark" in limits.grammars and can_hold_strict(text.tool_format, token_id)
+        if is_held or is_strict:
             grammar = call_grammar(
                 format, callable_, token_id, is_single=is_single,
                 content=None if choice.is_required else grammar, content_opening=content_opening(text.reasoning_format),

@@ -299,51 +299,74 @@ def test_content_of_a_schema_may_stand_in_place_of_calls(name: str) -> None:
     assert not library.takes(grammar, f"{opening}x")
 
 
-HOLDS_STRICT = ["hermes", "llama3", "mistral", "mistral_args", "kimi-k2", "deepseek-v3", "deepseek-v3.1", "harmony",
-                "granite3", "xlam", "internlm2", "qwen-xml", "seed-oss", "glm", "minimax-m2"]  # fmt: skip
-
-
-def format_with_tags(name: str) -> CallFormat:
-    return FORMATS["mistral"]._replace(has_names=True) if name == "mistral_args" else FORMATS[name.removesuffix(".1")]  # type: ignore[index]
+HOLDS_STRICT: dict[str, CallFormat] = {
+    "hermes": FORMATS["hermes"],
+    "mistral": FORMATS["mistral"],
+    "mistral_args": FORMATS["mistral"]._replace(has_names=True),
+    "kimi-k2": FORMATS["kimi-k2"],
+    "deepseek-v3": FORMATS["deepseek-v3"],
+    "deepseek-v3.1": FORMATS["deepseek-v3"],
+    "harmony": FORMATS["harmony"],
+    "granite3": FORMATS["granite3"],
+    "internlm2": FORMATS["internlm2"],
+}
+"""By the names in `CALLS`."""
 
 
 @pytest.mark.parametrize("name", HOLDS_STRICT)
 def test_calls_of_strict_tools_are_held_among_any_text(name: str) -> None:
-    library, format, call = compiler(), format_with_tags(name), CALLS[name]
-    assert can_hold_strict(format, TOOLS, [0, 3], library.texts.added_id)
-    opening = content_opening(HARMONY) if name == "harmony" else ""
-    strict: Any = {"strict": [0, 3], "content_opening": opening}
-    grammar = call_grammar(format, TOOLS, library.texts.added_id, is_single=False, **strict)
-    single = call_grammar(format, TOOLS, library.texts.added_id, is_single=True, **strict)
-    before = {"harmony": "<|channel|>commentary<|message|>I ask.<|end|><|start|>assistant"}.get(name, "I ask:\n")
-    for text in ("", "<b>Köln</b> [1] {}", "\n"):
-        assert format.bare or library.takes(grammar, f"{opening}{text}")
-    assert library.takes(grammar, f"{opening}Yes: {{}}")
+    library, format, call = compiler(), HOLDS_STRICT[name], CALLS[name]
+    assert can_hold_strict(format, library.texts.added_id)
+    grammar, single = (
+        call_grammar(format, TOOLS, library.texts.added_id, is_single=is_single, strict=[0, 3])
+        for is_single in (False, True)
+    )
+    opening, before = {
+        "harmony": (
+            "<|channel|>final<|message|>", "<|channel|>commentary<|message|>I ask.<|end|><|start|>assistant"
+        )
+    }.get(name, ("", "I ask:\n"))  # fmt: skip
+    for text in ("", "<b>Köln</b> [1] {}", "\n", "```json\n[{}]\n```", "Yes: {}"):
+        assert library.takes(grammar, opening + text)
     assert library.takes(grammar, call)
-    assert format.bare or library.takes(grammar, before + call)
+    assert library.takes(grammar, before + call)
     assert library.takes(single, call) == (re.search(r"\bno\b", call) is None)
     for wrong in (call.replace("weather", "whether"), call.replace("city", "town"), call.replace("02139", "2139")):
-        assert wrong == call or not library.takes(grammar, wrong), wrong
+        assert not library.takes(grammar, wrong), wrong
+
+
+@pytest.mark.parametrize("name", HOLDS_STRICT)
+def test_whatever_a_model_writes_its_calls_of_strict_tools_are_sound(name: str) -> None:
+    library, format, call = compiler(), HOLDS_STRICT[name], CALLS[name]
+    grammar = call_grammar(format, TOOLS, library.texts.added_id, is_single=False, strict=[0, 3])
+    wrong = call.replace("02139", "2139")
+    marks = [*format.tokens, *(mark for tags in format.tags for mark in tags if mark)]
+    hints = [*HINTS, *marks, call, wrong, *(wrong.replace(mark, "", 1) for mark in marks), "functions.weather:0"]
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS.values()}
+    way = AnswerReading(ToolUse(format, schemas), None).with_tokens(library.texts.added_id)
+    found = 0
+    for seed in range(20):
+        ids = library.walked(grammar, Random(seed), hints)
+        for called, arguments in [] if ids is None else read(way, library.text(ids, way)).calls:
+            jsonschema_rs.validate(schemas[called], json.loads(arguments))
+            found += 1
+    assert found > 0
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral"])
 def test_a_tool_that_is_not_strict_takes_any_object(name: str) -> None:
-    library = compiler()
-    grammar = library.grammar(name, strict=[3])
-    assert library.takes(grammar, CALLS[name].replace("city", "town"))
-    assert not library.takes(grammar, CALLS[name].replace(OBJECT, "[]"))
-    assert not library.takes(grammar, CALLS[name].replace("{}", '{"a": 1}'))
+    library, call = compiler(), CALLS[name]
+    grammar = call_grammar(HOLDS_STRICT[name], TOOLS, library.texts.added_id, is_single=False, strict=[3])
+    assert library.takes(grammar, call.replace("city", "town"))
+    assert not library.takes(grammar, call.replace(OBJECT, "[]"))
+    assert not library.takes(grammar, call.replace("{}", '{"a": 1}'))
 
 
-@pytest.mark.parametrize(
-    ("name", "has_marks", "strict"),
-    [("hermes", True, []), ("hermes", False, [0, 3]), ("qwen-xml", True, [0]), ("dsml", True, [0, 3]),
-     ("gemma4", True, [0, 3])],
-)  # fmt: skip
-def test_strict_tools_that_no_grammar_holds_among_text(name: str, has_marks: bool, strict: list[int]) -> None:
-    token_id = compiler(has_marks=has_marks).texts.added_id
-    assert not can_hold_strict(format_with_tags(name), TOOLS, strict, token_id)
-    assert not can_hold_strict(None, TOOLS, [0, 3], token_id)
+def test_formats_whose_calls_cannot_be_told_from_text() -> None:
+    plain, marked = compiler(has_marks=False).texts.added_id, compiler().texts.added_id
+    held = {format.name for format in HOLDS_STRICT.values()}
+    assert {format.name for format in FORMATS.values() if can_hold_strict(format, marked)} == held
+    assert not any(can_hold_strict(format, plain) for format in (None, *FORMATS.values()))
 
 
 @settings(max_examples=25, deadline=None)
