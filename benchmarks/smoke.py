@@ -1,8 +1,8 @@
 """Every benchmark with tiny counts: does it run, are its answers right. No figure of such a run means anything.
 
-``python -m benchmarks.smoke [NAME ...]``: one after the other, each in a process of its own; a line each. One that
-ends with another status than 0 has said on its standard error, or at the end of its output, what was wrong: a
-benchmark ends so when an answer is wrong or a server doesn't start. The status is then 1.
+``python -m benchmarks.smoke [--jobs N] [NAME ...]``: each in a process of its own, some at once, since they mostly
+wait for servers that start; a line each. A benchmark that ends with another status than 0 has said on its standard
+error, or at the end of its output, what was wrong: an answer, or a server that didn't start. The status is then 1.
 
 A benchmark takes part by a flag ``--smoke``, which `parse_with_smoke` adds to its options: they get other defaults,
 and nothing is written to benchmarks/results.
@@ -16,6 +16,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, Final, NamedTuple
 
 __all__ = ["BENCHMARKS", "parse_with_smoke"]
@@ -44,9 +46,11 @@ BENCHMARKS: Final[tuple[str, ...]] = (
     "zero_shot",
     "profiles",
     "path",
+    "waterfall",
     "cluster_sim",
     "gpu",
 )
+JOBS: Final = 3
 TIMEOUT_S: Final = 600.0
 """For one of them. Most take some seconds; machines may be slow, and a benchmark that hangs must end."""
 END_TIMEOUT_S: Final = 60.0
@@ -105,16 +109,28 @@ def run(name: str, timeout_s: float = TIMEOUT_S) -> Outcome:
     return Outcome(status, time.monotonic() - began_s, output)
 
 
+def _outcomes(names: Sequence[str], jobs: int) -> Iterator[tuple[str, Outcome]]:
+    """Run benchmarks, this many at once. Yields each as it ends; nothing more starts once this is interrupted."""
+    with ThreadPoolExecutor(jobs) as pool:
+        runs = {pool.submit(run, name): name for name in names}
+        try:
+            for ended in as_completed(runs):
+                yield runs[ended], ended.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
 def main() -> None:
     """Run them."""
     parser = argparse.ArgumentParser(description="Run benchmarks with tiny counts: do they run, are answers right.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all")
-    names = parser.parse_args().names or list(BENCHMARKS)
+    parser.add_argument("--jobs", type=int, default=JOBS, help="how many at once; default: %(default)s")
+    options = parser.parse_args()
+    names = options.names or list(BENCHMARKS)
     if unknown := [name for name in names if name not in BENCHMARKS]:
         parser.error(f"expected benchmarks of {', '.join(BENCHMARKS)}, got {', '.join(unknown)}")
     failed = []
-    for name in names:
-        outcome = run(name)
+    for name, outcome in _outcomes(names, options.jobs):
         is_right = outcome.status == 0
         said = "ok" if is_right else "FAILED: " + ("ended, it hung" if outcome.status is None else f"{outcome.status}")
         print(f"{name:<14} {outcome.took_s:>6.1f} s  {said}", flush=True)

@@ -14,6 +14,7 @@ import sysconfig
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.marks.sitecustomize import STUB_LINES
 from benchmarks.peers.work import SCALINGS
 
 __all__: list[str] = []
@@ -59,7 +60,8 @@ def main() -> None:
         model = folder / "models" / scenario
         (model / "1").mkdir(parents=True)
         (model / "config.pbtxt").write_text(_CONFIG)
-        (model / "1" / "model.py").write_text(_MODEL % (SCALINGS[scenario].pause_ms / 1000))
+        ending = STUB_LINES if "HEADWATER_MARKS" in os.environ else ""
+        (model / "1" / "model.py").write_text(_MODEL % (SCALINGS[scenario].pause_ms / 1000) + ending)
         backend = folder / "backends" / "python"
         backend.mkdir(parents=True)
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -71,7 +73,7 @@ def main() -> None:
             **os.environ,
             "LD_LIBRARY_PATH": str(site / "nvidia_pytriton.libs"),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(site),
+            "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(site)])),
         }
         command = [
             str(triton / "bin" / "tritonserver"),

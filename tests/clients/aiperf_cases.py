@@ -19,7 +19,7 @@ def profile(model: str, kind: str, *arguments: str) -> None:
         )  # fmt: skip
         (report,) = Path(folder).rglob("profile_export_aiperf.json")
         found = json.loads(report.read_text())
-        assert found["request_count"]["avg"] == 8, found["request_count"]
+        assert found["request_count"]["avg"] == 8, (found["request_count"], found.get("error_summary"))
         assert not found.get("error_summary"), found["error_summary"]
 
 

@@ -18,7 +18,7 @@ def check_refusal(error: HeadwaterError) -> None:
     assert 400 <= error.status < 500, f"{type(error).__name__}: {error.message}"
     assert 0 < len(error.message) <= MAX_MESSAGE, f"a message of {len(error.message)} characters"
     for path in ("/v2/models/m/infer", "/v1/completions"):
-        body, headers = error_reply(error, path).content()
+        body, headers = error_reply(error, {"path": path, "headers": []}).content()
         told = json.loads(body)["error"]
         assert (told["message"] if path.startswith("/v1/") else told) == error.message
         assert all(b"\r" not in value and b"\n" not in value for _, value in headers)

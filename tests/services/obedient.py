@@ -113,7 +113,7 @@ class Obedient(Admission):
         prompt: str = self._tokenizer.decode(request.prompt, skip_special_tokens=False)
         step, number = _step(prompt)
         answer = _text(step, prompt) if isinstance(step, str) else _calls(step, prompt)
-        is_thinking = request.grammar is None and prompt.endswith(_THINK)
+        is_thinking = prompt.endswith(_THINK) and (request.grammar is None or bool(request.grammar.before))
         return (f"This is answer {number}.\n</think>\n\n" if is_thinking else "") + answer + _END
 
     def _refusal(self, request: SequenceRequest, tokens: Sequence[int]) -> str:
@@ -121,7 +121,7 @@ class Obedient(Admission):
         if request.grammar is None:
             return ""
         grammar = request.grammar
-        matcher, _ = compiled(self._guide, special_texts(self._guide), grammar.kind, grammar.text)
+        matcher, _ = compiled(self._guide, special_texts(self._guide), grammar.kind, grammar.text, grammar.before)
         taken = matcher.validate_tokens(list(tokens[:-1]))
         if taken < len(tokens) - 1:
             text = self._tokenizer.decode(list(tokens), skip_special_tokens=False)

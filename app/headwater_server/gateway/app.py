@@ -190,7 +190,7 @@ def _inference_routes(models: Models, reader: BodyReader, *, refuses_unknown: bo
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HeadwaterError)
-    return _response(error_reply(error, request.url.path, _request_id(request)))
+    return _response(error_reply(error, request.scope))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -206,19 +206,14 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         fault = MethodNotAllowed(f"method {request.method}: not allowed on {path[:200]}; allowed: {allowed}")
     elif error.status_code == 404:
         fault = NotFound(f"route {path[:200]}: unknown; see /docs")
-    reply = error_reply(fault, path, _request_id(request))
+    reply = error_reply(fault, request.scope)
     reply.status = error.status_code
     return _response(reply, headers)
 
 
 async def _on_exception(request: Request, error: Exception) -> Response:
     failure = internal_error(request.scope["state"], error)
-    return _response(error_reply(failure, request.url.path, _request_id(request)))
-
-
-def _request_id(request: Request) -> str | None:
-    state: dict[str, str] = request.scope.get("state", {})
-    return state.get("request_id")
+    return _response(error_reply(failure, request.scope))
 
 
 def _response(reply: Reply, headers: Mapping[str, str] | None = None) -> Response:

@@ -426,7 +426,7 @@ def _write_refusal(
         "state": {"error": error},
     }  # fmt: skip
     record = records.begin(scope)
-    body, headers = error_reply(error, "").content()
+    body, headers = error_reply(error, scope).content()
     lines = [STATUS_LINE[error.status][:-2], *(b"%s: %s" % pair for pair in (*headers, *record.headers()))]
     if error.status == 405:
         lines.append(b"allow: GET, HEAD, POST, OPTIONS")

@@ -20,7 +20,7 @@ from headwater_server.errors import BadRequest, ClientGone, HeadersTooLarge, Hea
 from headwater_server.gateway.http.body_budget import release_body
 from headwater_server.gateway.http.endpoint import EndpointRoute
 from headwater_server.gateway.http.event_stream import StreamLimits
-from headwater_server.gateway.http.replies import ANTHROPIC_PATH, Reply, error_reply, internal_error
+from headwater_server.gateway.http.replies import MODELS_PATH, Reply, answers_as_anthropic, error_reply, internal_error
 from headwater_server.security.key_check import KeyRing
 from headwater_server.security.rate_limits import KeyLimits
 from headwater_server.telemetry.logs import AccessLog
@@ -53,7 +53,6 @@ _ID_CHARACTERS: Final = 32
 _IDS_AT_ONCE: Final = 128
 
 _SLASHES: Final = re.compile("/+")
-MODELS_PATH: Final = "/v1/models"
 
 
 _SINGLE: Final = (b"content-type", b"content-encoding", b"inference-header-content-length", b"origin")
@@ -182,7 +181,7 @@ class RequestRecords:
         else:
             state["request_id"] = new_id = self._new_id()
             request_id = new_id.encode()
-        if scope["path"].startswith(ANTHROPIC_PATH):
+        if answers_as_anthropic(scope):
             state["answer_headers"] = {"request-id": state["request_id"]}
         state["stream_limits"] = self.stream_limits
         tracing = current()
@@ -277,7 +276,7 @@ class Entry:
                     _check_single(scope["headers"])
             except HeadwaterError as error:
                 state["error"] = error
-                reply = error_reply(error, scope["path"], state["request_id"])
+                reply = error_reply(error, scope)
             else:
                 cors = self._cors if b"origin" in names else None
                 reply = cors or await self._reply(scope, receive)
@@ -290,7 +289,7 @@ class Entry:
         except Exception as error:
             state["status"] = 500
             if not record.status:
-                failure = error_reply(internal_error(state, error), scope["path"], state["request_id"])
+                failure = error_reply(internal_error(state, error), scope)
                 await failure(scope, receive, _noting(record, send))
             raise
         finally:
@@ -347,9 +346,9 @@ class Entry:
             note_error(state, error)
             # A failed call's future references the error, and the error's traceback the future: break this cycle.
             state["error"] = error.with_traceback(None)
-            return error_reply(error, scope["path"], state["request_id"])
+            return error_reply(error, scope)
         except Exception as error:
-            return error_reply(internal_error(state, error), scope["path"], state["request_id"])
+            return error_reply(internal_error(state, error), scope)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The application that the CORS middleware wraps."""

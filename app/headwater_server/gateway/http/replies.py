@@ -15,9 +15,11 @@ from headwater_server.gateway.http.exchange import exchange_of
 __all__ = [
     "ANTHROPIC_PATH",
     "JSON",
+    "MODELS_PATH",
     "OPENAI_PATHS",
     "RETRY_AFTER_S",
     "Reply",
+    "answers_as_anthropic",
     "cache_headers",
     "error_reply",
     "internal_error",
@@ -37,6 +39,9 @@ OPENAI_PATHS: Final = (
 
 ANTHROPIC_PATH: Final = "/v1/messages"
 """Prefix of the paths that answer in the form of Anthropic's API, although they are among `OPENAI_PATHS`."""
+
+MODELS_PATH: Final = "/v1/models"
+"""Path of the list of models, and prefix of each model's path."""
 
 JSON: Final = (b"content-type", b"application/json")
 """The header of a JSON body."""
@@ -86,12 +91,21 @@ def json_reply(content: object, status: int = 200, headers: Headers | None = Non
     return Reply(status, [msgspec.json.encode(content)], [JSON, *(headers or ())])
 
 
-def error_reply(error: HeadwaterError, path: str, request_id: str | None = None) -> Reply:
-    """An error in the form of the path's API: Anthropic's under `ANTHROPIC_PATH`, OpenAI's under `OPENAI_PATHS`,
-    Triton's elsewhere. ``request_id``: the request's id, if it is known; only Anthropic's form has it."""
-    if path.startswith(ANTHROPIC_PATH):
-        content: object = anthropic_error(error, request_id)
-    elif path.startswith(OPENAI_PATHS):
+def answers_as_anthropic(scope: Scope) -> bool:
+    """Whether a request is answered in the form of Anthropic's API: under `ANTHROPIC_PATH`, and under `MODELS_PATH` for
+    Anthropic's clients, which send the header ``anthropic-version``."""
+    path = scope["path"]
+    if path.startswith(MODELS_PATH):
+        return any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return bool(path.startswith(ANTHROPIC_PATH))
+
+
+def error_reply(error: HeadwaterError, scope: Scope) -> Reply:
+    """An error in the form of the API that a request asks: Anthropic's (see `answers_as_anthropic`), OpenAI's under
+    `OPENAI_PATHS`, Triton's elsewhere. Anthropic's form has the request's id, if it is known."""
+    if answers_as_anthropic(scope):
+        content: object = anthropic_error(error, scope.get("state", {}).get("request_id"))
+    elif scope["path"].startswith(OPENAI_PATHS):
         content = openai_error(error)
     else:
         content = {"error": error.message}

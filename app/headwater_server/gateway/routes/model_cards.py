@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from headwater_server.control.routing import State
-from headwater_server.gateway.http.entry import MODELS_PATH
+from headwater_server.gateway.http.replies import MODELS_PATH, answers_as_anthropic
 from headwater_server.gateway.models import Models, ServedModel
 from headwater_server.lm.language_model import LmDispatcher
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["default_version", "generates_text", "known_text", "model_card_routes", "ready_models", "ready_since"]
 
-_ANTHROPIC: Final = "anthropic-version"
 _ROUTES: Final = {"responses": "/v1/responses", "messages": "/v1/messages"}
 """Capabilities that are routes for every model of text."""
 
@@ -29,7 +28,7 @@ def model_card_routes(models: Models) -> APIRouter:
     router = APIRouter(tags=["openai"])
 
     def card(request: Request, model: ServedModel) -> dict[str, Any]:
-        if _ANTHROPIC in request.headers:
+        if answers_as_anthropic(request.scope):
             return {"type": "model", "id": model.name, "display_name": model.name, "created_at": ready_since(model)}
         route = model.route
         created = int(route.since_s)  # when the model became ready, the same on all workers
@@ -52,7 +51,7 @@ def model_card_routes(models: Models) -> APIRouter:
     @router.get(MODELS_PATH, summary="The models that are ready, in OpenAI's form or Anthropic's")
     async def list_models(request: Request) -> JSONResponse:
         cards = [card(request, model) for model in ready_models(models)]
-        if _ANTHROPIC not in request.headers:
+        if not answers_as_anthropic(request.scope):
             return JSONResponse({"object": "list", "data": cards})
         ends = (
             {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}

@@ -122,7 +122,7 @@ class RelayedMetadata:
         try:
             reply = _reply(await dispatcher.ask(RelayedRequest("GET", path)))
         except HeadwaterError as error:
-            reply = error_reply(error, scope["path"])
+            reply = error_reply(error, scope)
         await reply(scope, receive, send)
 
     def _find(self, scope: Scope) -> tuple[TritonDispatcher, str] | None:

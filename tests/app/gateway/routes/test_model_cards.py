@@ -114,7 +114,11 @@ async def test_anthropics_clients_get_their_form() -> None:
         assert listed["data"][0] == first
         assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "tiny", "tuned")
         assert await got(client, "/v1/models/tiny", **headers) == first
-        assert (await client.get("/v1/models/none", headers=headers)).status_code == 404
+        unknown = await client.get("/v1/models/none", headers=headers)
+        assert unknown.status_code == 404
+        assert unknown.headers["request-id"] == unknown.json()["request_id"]
+        assert unknown.json()["error"]["type"] == "not_found_error"
+        assert (await got(client, "/v1/models/none"))["error"]["type"] == "invalid_request_error"
     async with served() as client:
         assert await got(client, "/v1/models", **headers) == {
             "data": [], "has_more": False, "first_id": None, "last_id": None
