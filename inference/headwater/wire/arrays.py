@@ -136,8 +136,8 @@ def _as_array(spec: TensorSpec, value: object, where: str) -> tuple[Array, str]:
         return as_objects(value, where), "BYTES"
     if spec.datatype == "BF16" and value.dtype == np.float32:
         return float32_to_bf16(value), "BF16"
-    native = value.dtype.newbyteorder("=")
-    return value.astype(native, copy=False), NAMES.get(native, str(native))
+    native = value.dtype if value.dtype.isnative else value.dtype.newbyteorder("=")
+    return value.astype(native, copy=False), NAMES.get(native) or str(native)
 
 
 def as_objects(value: Array, where: str) -> Array:

@@ -173,16 +173,17 @@ def encode_reports(
     reports: Sequence[RowReport], compute_us: int, *, is_merged: bool = False, held_rows: int = 0
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Encode a report for each row; the other arguments are fields of `CallReport`. Returns UINT8 [rows, width]."""
-    # A failed row's message may be cut; the JSON of a row that succeeded must stay whole.
-    texts = [report.message.encode() if report.status is Status.OK else _failure(report) for report in reports]
-    width = _HEAD.size + max((len(text) for text in texts), default=0)
+    flag = _MERGED if is_merged else 0
     compute_us = min(compute_us, 0xFFFFFFFF)
     held_rows = min(held_rows, 0xFFFF)
-    flag = _MERGED if is_merged else 0
-    raw = b"".join(
-        (_HEAD.pack(report.status | flag, compute_us, held_rows) + text).ljust(width, b"\0")
-        for report, text in zip(reports, texts, strict=True)
-    )
+    encoded = {}
+    for key, report in {id(report): report for report in reports}.items():  # nearly always a single report
+        # A failed row's message may be cut; the JSON of a row that succeeded must stay whole.
+        text = report.message.encode() if report.status is Status.OK else _failure(report)
+        encoded[key] = _HEAD.pack(report.status | flag, compute_us, held_rows) + text
+    width = max(map(len, encoded.values()), default=_HEAD.size)
+    padded = {key: piece.ljust(width, b"\0") for key, piece in encoded.items()}
+    raw = b"".join([padded[id(report)] for report in reports])
     return np.frombuffer(raw, np.uint8).reshape(len(reports), width)
 
 

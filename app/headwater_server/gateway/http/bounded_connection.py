@@ -112,6 +112,8 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the idle timer for the first byte, and count the connection, in place of ``accepted``."""
         super().connection_made(transport)
+        if transport.get_extra_info("ssl_object") is None:
+            transport.set_write_buffer_limits(0)
         self.flow = _PipelineFlow(transport, self._waiting)
         self._note_idle()
         if self._accepted is not None:
