@@ -52,7 +52,7 @@ MARKS = (
     Marked("model", "TritonPythonModel.execute", "the stub has the call", "the stub has answered"),
     Marked("headwater.runtime.runner", "Runner.handle", called="the host has read the call"),
     Marked("headwater.zoo.scale", "Scale.__call__", "the model is called", "the model has answered"),
-    Marked("headwater.replica.callee", "_send", "the host has the answer", "the host has written the answer"),
+    Marked("headwater.replica.callee", "Callee._send", "the host has the answer", "the host has written the answer"),
     Marked(_CALL, "HttpConnection.data_received", called="the worker has read the answer"),
     Marked("headwater_server.gateway.http.exchange", "Exchange.answer", called="the worker has encoded the answer"),
 )

@@ -7,15 +7,17 @@ serves.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 import threading
-from collections.abc import Awaitable, Sequence
+import types
+from collections.abc import Awaitable, Coroutine, Generator, Sequence
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headwater.model import Model
 
-__all__ = ["CallLoop"]
+__all__ = ["CallLoop", "begin"]
 
 T = TypeVar("T")
 
@@ -71,3 +73,30 @@ class CallLoop:
     def _finish(self, result: object) -> None:
         if inspect.isawaitable(result):
             self.wait(result)
+
+
+def begin(coroutine: Coroutine[Any, Any, T]) -> T | asyncio.Task[T]:
+    """Run a coroutine in the running event loop up to its first wait, which must be ``asyncio.sleep(0)``. Returns its
+    result, or the task that runs the rest of it. A task alone would take another turn of the loop.
+
+    Raises:
+        BaseException: the coroutine's exception.
+        RuntimeError: the coroutine has waited for something else.
+    """
+    context = contextvars.copy_context()
+    try:
+        awaited = context.run(coroutine.send, None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    if awaited is not None:  # what it awaits may need the task, which doesn't exist yet
+        coroutine.close()
+        raise RuntimeError(f"expected a coroutine that waits for asyncio.sleep(0) first, got {awaited!r}")
+    return context.run(asyncio.get_running_loop().create_task, _rest(coroutine))
+
+
+@types.coroutine
+def _rest(coroutine: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+    """Run the rest of a coroutine that has begun."""
+    result: T = yield from coroutine
+    return result

@@ -408,6 +408,7 @@ class Step:
             else:  # one switch to the thread for both call and check: a switch takes as long as a small head
                 piece = await self._in_executor(compute)
             if not isinstance(piece, _CallResult):
+                await asyncio.sleep(0)  # what the model awaits needs a task; see `headwater.runtime.call_loop.begin`
                 piece = await _in_time(self._awaited(piece, rows, watched, size), step_input.until_s)
         if self.model.response_headers:
             found = headers_by_row(rows, arguments["requests"], self.model.response_headers)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -272,20 +272,20 @@ def test_the_end_of_the_callable_s_process_fails_what_is_under_way(folder: str, 
     async def hangs_up(requests: list[Any]) -> Outputs:
         server.close()
         for connection in connections:
-            connection.close()
+            connection.abort()
         return []
 
     loop = asyncio.new_event_loop()
-    connections: list[Any] = []
-    callees = callee.Callee(hangs_up)
+    connections: list[asyncio.Transport] = []
 
-    async def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections.append(writer)
-        await callees.serve(reader, writer)
+    class Kept(callee.Callee):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            connections.append(cast(asyncio.Transport, transport))
 
     model = serve(doubled, frames=frames)
     Path(socket_path(folder, 0)).unlink()
-    server = loop.run_until_complete(asyncio.start_unix_server(served, socket_path(folder, 0)))
+    server = loop.run_until_complete(loop.create_unix_server(lambda: Kept(hangs_up), socket_path(folder, 0)))
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     try:
