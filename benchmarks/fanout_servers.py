@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from benchmarks.servers import free_port, running
 
 __all__ = [
     "ONE_THREAD",
+    "ROOT",
     "Server",
     "command_of",
     "cpu_s",
@@ -47,15 +48,30 @@ class Server:
 
 
 @contextlib.contextmanager
-def served(command: Sequence[str], port: int, folder: Path, ready_path: str = "/v2/health/ready") -> Iterator[Server]:
+def served(
+    command: Sequence[str],
+    port: int,
+    folder: Path,
+    ready_path: str = "/v2/health/ready",
+    environment: Mapping[str, str] = {},
+) -> Iterator[Server]:
     """Run a server until the block ends; the block starts when it says at ``ready_path`` that it is ready.
+
+    Args:
+        command: starts the server.
+        port: of its HTTP.
+        folder: gets its log.
+        ready_path: answers 200 when the server is ready.
+        environment: further variables.
 
     Raises:
         RuntimeError: it ended or wasn't ready in time; the message has the end of what it wrote.
     """
     url = f"http://127.0.0.1:{port}"
     # Replicas find `benchmarks.fanout_models` there.
-    with running(command, url + ready_path, cwd=ROOT, environment=ONE_THREAD, log=folder / "log") as pid:
+    with running(
+        command, url + ready_path, cwd=ROOT, environment={**ONE_THREAD, **environment}, log=folder / "log"
+    ) as pid:
         yield Server(url, pid, folder)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import socket
 import statistics
 import sys
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200, help="a server, in each round")
     parser.add_argument("--rounds", type=int, default=10)
     options = parse_with_smoke(parser, requests=5, rounds=1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that the servers are ended
     with contextlib.ExitStack() as stack:
         servers: dict[str, tuple[Server, Server]] = {
             name: (stack.enter_context(start(marked=True)), stack.enter_context(start(marked=False)))

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.fanout_servers import Server, headwater, served, tree
+from benchmarks.fanout_servers import ROOT, Server, headwater, served, tree
 from benchmarks.peers.environments import PEER_ENVIRONMENTS
 from benchmarks.peers.scenarios import UNARY, deployment
 from benchmarks.peers.work import FOLDER_SCENARIOS, SCALINGS, path_of
@@ -47,6 +47,8 @@ class Peer:
     """Of its module, after the scenario and the port."""
 
 
+_MODELS = {"PYTHONPATH": str(ROOT / "inference")}
+"""For the models that contenders share: a peer's environment has their requirements, but not `headwater`."""
 _JSON = ("scale", "text", "mixed", "fanout")
 _BINARY = tuple(name for name, scaling in SCALINGS.items() if scaling.is_binary)
 """Numbers as bytes, which only the KServe protocol has a form for."""
@@ -126,7 +128,7 @@ def start(peer: Peer | None, scenario: str) -> Iterator[Running]:
         command.append(str(grpc_port))
     with (
         tempfile.TemporaryDirectory(prefix="hw-") as folder,
-        served(command, port, Path(folder), peer.ready_path.format(scenario=scenario)) as server,
+        served(command, port, Path(folder), peer.ready_path.format(scenario=scenario), _MODELS) as server,
     ):
         yield Running(peer.name, server, server.url + path_of(scenario), peer, grpc_port)
 

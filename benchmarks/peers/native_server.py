@@ -83,10 +83,11 @@ def main() -> None:
             *("--grpc-address=127.0.0.1", f"--grpc-port={grpc_port}"),
             *("--allow-metrics=false", "--exit-timeout-secs=3", "--log-verbose=0"),
         ]
-        server = subprocess.Popen(command, env=environment)  # in our group, so that SIGINT reaches it
+        server = subprocess.Popen(command, env=environment)
         try:
             server.wait()
         except KeyboardInterrupt:
+            server.terminate()
             server.wait()
 
 

@@ -69,7 +69,7 @@ class HttpConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(0)
+        self._transport.set_write_buffer_limits(0)  # uvloop would write at the end of its turn
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.is_lost:

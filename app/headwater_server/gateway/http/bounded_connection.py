@@ -113,7 +113,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Start the idle timer for the first byte, and count the connection, in place of ``accepted``."""
         super().connection_made(transport)
         if transport.get_extra_info("ssl_object") is None:
-            transport.set_write_buffer_limits(0)
+            transport.set_write_buffer_limits(0)  # uvloop would write later, after the request's log and metrics
         self.flow = _PipelineFlow(transport, self._waiting)
         self._note_idle()
         if self._accepted is not None:
