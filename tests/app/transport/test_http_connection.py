@@ -28,6 +28,9 @@ class Transport(asyncio.Transport):
     def writelines(self, list_of_data: Any) -> None:
         self.sent += b"".join(list_of_data)
 
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        assert high == 0  # each request is sent at once
+
     def abort(self) -> None:
         self.is_aborted = True
 

@@ -112,8 +112,6 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the idle timer for the first byte, and count the connection, in place of ``accepted``."""
         super().connection_made(transport)
-        if transport.get_extra_info("ssl_object") is None:
-            transport.set_write_buffer_limits(0)  # uvloop would write later, after the request's log and metrics
         self.flow = _PipelineFlow(transport, self._waiting)
         self._note_idle()
         if self._accepted is not None:
@@ -404,10 +402,12 @@ class BoundedConnection(HttpToolsProtocol):
 
 
 class _PipelineFlow(FlowControl):
-    """Resumes reading only while no request waits."""
+    """Resumes reading only while no request waits; what is written without TLS is sent at once."""
 
     def __init__(self, transport: asyncio.Transport, waiting: list[Exchange]) -> None:
         super().__init__(transport)
+        if transport.get_extra_info("ssl_object") is None:
+            transport.set_write_buffer_limits(0)  # uvloop would write later, after the request's log and metrics
         self._is_writable_event = LightEvent()
         self._is_writable_event.set()
         self._waiting = waiting
