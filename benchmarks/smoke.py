@@ -50,7 +50,7 @@ BENCHMARKS: Final[tuple[str, ...]] = (
     "cluster_sim",
     "gpu",
 )
-JOBS: Final = 3
+JOBS: Final = 2
 TIMEOUT_S: Final = 600.0
 """For one of them. Most take some seconds; machines may be slow, and a benchmark that hangs must end."""
 END_TIMEOUT_S: Final = 60.0

@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=2, help="of a kind in a block")
     parser.add_argument("--anywhere", action="store_true", help="let generator and worker share cores")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the raw figures there")
-    options = parse_with_smoke(parser, repeats=1, seconds=1, events=1)
+    options = parse_with_smoke(parser, repeats=1, seconds=4, events=1)
     parts = options.only.split(",")
     if unknown := set(parts) - {"text", "scale", "events"}:
         parser.error(f"--only: expected some of text, scale, events, got {', '.join(sorted(unknown))}")
