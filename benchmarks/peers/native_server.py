@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -53,6 +54,7 @@ class TritonPythonModel:
 def main() -> None:
     """Serve until SIGINT."""
     scenario, http_port, grpc_port = sys.argv[1:4]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore SIGINT
     site = Path(sysconfig.get_paths()["purelib"])
     triton = site / "pytriton" / "tritonserver"
     with TemporaryDirectory(prefix="hw-") as name:
