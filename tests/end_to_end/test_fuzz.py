@@ -44,7 +44,7 @@ def schemathesis(
     ]
     (folder / "schemathesis.toml").write_text(SETTINGS)
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", "HYPOTHESIS_STORAGE_DIRECTORY": str(folder)}
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180)
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, f"{ended.stdout[-8000:]}\n{ended.stderr[-2000:]}"
 
 
