@@ -46,10 +46,19 @@ def test_replicas_whose_files_were_closed_are_replaced_and_no_other_request_is_t
     assert not any("took two replicas down" in answer.text for answer in answers)
 
 
-@pytest.mark.parametrize("value", [CLOSE, FORK])
-def test_a_replica_that_nobody_asks_is_replaced_too(server: Running, value: float) -> None:
+def test_a_replica_whose_callable_forks_answers_on_and_each_call_gets_its_own_answer(server: Running) -> None:
+    wait_for(lambda: ask(server, "one", 1).status_code == 200, 60, "an answer")
     before = server.replica_folder("one")
-    ask(server, "one", value)
+    for value in (FORK, 10, FORK, 11, 12):
+        answer = ask(server, "one", value)
+        assert answer.status_code == 200
+        assert answer.json()["outputs"][0]["data"] == [2 * value]
+    assert server.replica_folder("one") == before
+
+
+def test_a_replica_that_nobody_asks_is_replaced_too(server: Running) -> None:
+    before = server.replica_folder("one")
+    ask(server, "one", CLOSE)
     wait_for(lambda: before not in server.replica_folders("one"), 240, "the replica's end")
     wait_for(lambda: ask(server, "one", 1).status_code == 200, 60, "an answer")
     assert "it does not answer" in server.log.read_text()

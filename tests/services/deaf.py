@@ -1,4 +1,4 @@
-"""A callable that leaves its process running, and unable to answer."""
+"""A callable that leaves its process running and unable to answer, or in which two processes return from a call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from headwater import Model, Tensor
 
 CLOSE, FORK = -1.0, -2.0
-"""Rows that close all files of the process, or whose child returns from the call, too."""
+"""Rows that close all files of the process, or fork it so that the call returns in both."""
 
 
 class Deaf(Model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Final, NamedTuple, cast
@@ -46,6 +47,7 @@ class Callee(asyncio.BufferedProtocol):
     """Answers the calls of an instance, which come over a connection."""
 
     def __init__(self, answers: Answers) -> None:
+        self._pid = os.getpid()
         self._answers = answers
         self._tasks: set[asyncio.Task[None]] = set()
         self._transport: asyncio.Transport | None = None
@@ -133,8 +135,11 @@ class Callee(asyncio.BufferedProtocol):
             self._send(call, traceback.format_exc())
 
     def _send(self, call: int, answer: Outputs | str | None) -> None:
-        """Send a call's outputs, the text of its error, or the end of its frames (None)."""
+        """Send a call's outputs, the text of its error, or the end of its frames (None). A child that the callable has
+        forked, and in which the call returns too, ends here: it would answer the same calls."""
         assert self._transport is not None
+        if os.getpid() != self._pid:
+            os._exit(1)
         data: list[bytes | memoryview] = []
         content = [describe(outputs.items(), data) for outputs in answer] if isinstance(answer, list) else answer
         for piece in message(call, content, data):

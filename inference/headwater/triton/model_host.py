@@ -119,6 +119,7 @@ class ModelHost:
     """
 
     def __init__(self, calls: Frames, side: Frames, script: str, metrics: str) -> None:
+        self._pid = os.getpid()
         self._calls = calls
         self._side = side
         self._script = script
@@ -154,7 +155,7 @@ class ModelHost:
                 answer = ["raise", f"SystemExit: {error.code}"]
             except BaseException as error:
                 answer = ["raise", self._account(error)]
-            self._calls.send(answer)
+            self._answered(answer)
             if kind == "finalize":
                 return
 
@@ -230,8 +231,10 @@ class ModelHost:
                 self._answered(["raise", message])
 
     def _answered(self, content: list[Any], data: list[bytes | memoryview] | None = None) -> None:
-        """Send the answer of a call of ``execute``, after which the bridge serves no calls."""
+        """Send the answer of a call, after which the bridge serves no calls."""
         self._is_executing = False
+        if os.getpid() != self._pid:  # a child that the model has forked, and in which the call returns too
+            os._exit(1)
         self._calls.send(content, data or [])
 
     async def _finish(self, answers: Awaitable[Any], senders: Sequence[Any]) -> None:

@@ -104,7 +104,8 @@ class TritonPythonModel:
 
         Raises:
             ConnectionError: the callable's process has ended, or can't be reached.
-            TritonModelException: the callable failed; the message is the text that it sent.
+            TritonModelException: the callable failed, and the message is the text that it sent; or it answered another
+                call.
         """
         call = next(self._numbers)
         content = []
@@ -128,12 +129,19 @@ class TritonPythonModel:
             if self._is_decoupled and self._open.pop(call, None) is None:  # the thread that reads frames has ended it
                 return None
             raise ConnectionError(_ENDED) from error
+        if answer.call != call:
+            self._disconnect()  # each later answer would belong to an earlier call
+            raise self._triton.TritonModelException(f"expected the answer to call {call}, got that to {answer.call}")
         if isinstance(answer.content, str):
             raise self._triton.TritonModelException(answer.content)
         return self._responses(answer, wanted)
 
     def finalize(self) -> None:
         """Disconnect: the model is unloaded."""
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        """Close the connection; the next call makes another."""
         if self._socket is None:
             return
         with contextlib.suppress(OSError):  # the other end may have closed it
@@ -141,6 +149,7 @@ class TritonPythonModel:
         if not self._is_decoupled:  # the thread that reads frames closes its file itself
             self._file.close()
         self._socket.close()
+        self._socket = None
 
     def _connected(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

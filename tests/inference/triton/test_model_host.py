@@ -42,6 +42,8 @@ class TritonPythonModel:
             sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", y)]), flags=1)
 """
 DOUBLES = """
+import os
+
 class TritonPythonModel:
     def execute(self, requests):
         return [self.answer(request) for request in requests]
@@ -228,6 +230,12 @@ class TestAnswers:
         model = stub.model(DOUBLES)
         assert values_of(model.execute(of(1, 2, 3))) == [[2], [4], [6]]
         assert values_of(model.execute(of(4))) == [[8]]
+
+    def test_a_model_that_forks_answers_each_call_once(self, stub: StubFolder) -> None:
+        model = stub.model(
+            DOUBLES.replace("def execute(self, requests):", "def execute(self, requests):\n        os.fork()")
+        )
+        assert [values_of(model.execute(of(x))) for x in range(1, 6)] == [[[2 * x]] for x in range(1, 6)]
 
     def test_a_request_that_fails_leaves_its_neighbours_alone(self, stub: StubFolder) -> None:
         one, two, three = stub.model(DOUBLES).execute(of(1, -2, 3))

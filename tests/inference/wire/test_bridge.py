@@ -305,6 +305,43 @@ def test_the_end_of_the_callable_s_process_fails_what_is_under_way(folder: str, 
         loop.close()
 
 
+def test_an_answer_to_another_call_is_given_to_no_request(folder: str, serve: Any) -> None:
+    class Doubling(callee.Callee):
+        """Sends each answer twice, as two processes do that share the connection."""
+
+        def _send(self, call: int, answer: Any) -> None:
+            super()._send(call, answer)
+            super()._send(call, answer)
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            connections.append(cast(asyncio.Transport, transport))
+
+    async def close() -> None:
+        server.close()
+        for connection in connections:
+            connection.abort()
+        await asyncio.sleep(0)
+
+    connections: list[asyncio.Transport] = []
+    loop = asyncio.new_event_loop()
+    model = serve(doubled)
+    Path(socket_path(folder, 0)).unlink()
+    server = loop.run_until_complete(loop.create_unix_server(lambda: Doubling(doubled), socket_path(folder, 0)))
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        assert model.execute([Request(("y",), x=[1])]) == [{"y": [2]}]
+        with pytest.raises(Exception, match="expected the answer to call 1, got that to 0"):
+            model.execute([Request(("y",), x=[2])])
+        assert model.execute([Request(("y",), x=[3])]) == [{"y": [6]}]
+    finally:
+        asyncio.run_coroutine_threadsafe(close(), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
 def test_a_call_that_could_not_be_sent_is_not_answered_in_frames_too(folder: str, serve: Any) -> None:
     model = serve(counting, frames=True)
     path = Path(socket_path(folder, 0))
