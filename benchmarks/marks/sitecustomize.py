@@ -128,13 +128,13 @@ def _is_in(name: str, marked: Marked) -> bool:
     return name == marked.module or name.endswith(f".{marked.module}")
 
 
-def wrap(module: ModuleType) -> None:
+def wrap(module: Any) -> None:
     """Have the functions of a module that `MARKS` names note their places, and the bridge's copy for Triton's stub."""
     for index, marked in enumerate(MARKS):
         if not _is_in(module.__name__, marked):
             continue
         *outer, name = marked.function.split(".")
-        owner: Any = module
+        owner = module
         for part in outer:
             owner = getattr(owner, part, None)
         if hasattr(owner, name):
@@ -148,7 +148,7 @@ def wrap(module: ModuleType) -> None:
             with script.open("a") as file:
                 file.write(STUB_LINES)
 
-        module.install = install_marked  # type: ignore[attr-defined]
+        module.install = install_marked
 
 
 class _Loader(importlib.abc.Loader):
