@@ -61,11 +61,15 @@ class Declared(NamedTuple):
 
 @functools.cache
 def declared(module: Path) -> Declared:
-    """Read what a module declares: ``pytestmark`` with `heavy`, its imports, and the names of fixtures."""
+    """Read what a module declares: ``pytestmark`` with `heavy`, its imports, and the names of fixtures. A module that
+    imports torch is heavy without a mark, too."""
     tree = ast.parse(module.read_text())
     marks = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
-    is_heavy = any(mark.startswith("pytestmark = ") and "pytest.mark.heavy" in mark for mark in marks)
-    starts_processes = any(isinstance(node, ast.Import) and node.names[0].name == "subprocess" for node in tree.body)
+    imports = {name.name for node in tree.body if isinstance(node, ast.Import) for name in node.names}
+    is_heavy = "torch" in imports or any(
+        mark.startswith("pytestmark = ") and "pytest.mark.heavy" in mark for mark in marks
+    )
+    starts_processes = "subprocess" in imports
     names = [node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)]
     return Declared(
         is_heavy,

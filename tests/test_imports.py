@@ -1,17 +1,20 @@
-"""Who imports what: the gateway without torch and pytriton, replicas without fastapi."""
+"""Who imports what: the gateway and the quick tests without torch and pytriton, replicas without fastapi."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import sysconfig
 from importlib.machinery import PathFinder
+from pathlib import Path
 
 import pytest
 
 from headwater_server.__main__ import IMPORTED
 
+ROOT = Path(__file__).parents[1]
 LIST_MODULES = "import sys, json; print(json.dumps(sorted(sys.modules)))"
 
 
@@ -123,3 +126,23 @@ def test_what_a_user_imports_is_stable() -> None:
         "BadInput", "Classification", "Embedding", "Model", "Parameter", "Request", "Reranking", "State", "Tensor",
         "Transcription", "metrics",
     ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_quick_tests_import_no_torch() -> None:
+    """`--fast` refuses to collect a module that does."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--fast",
+        "--collect-only",
+        "-q",
+        "-n0",
+        "-p",
+        "no:cacheprovider",
+        "tests",
+    ]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]

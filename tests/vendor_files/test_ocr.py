@@ -18,7 +18,7 @@ from tritonclient.http import InferenceServerClient, InferInput
 from tests.running import Running, serve
 from tests.vendor_files.test_vendor_files import ENVIRONMENT
 
-pytestmark = pytest.mark.vendor_files
+pytestmark = [pytest.mark.heavy, pytest.mark.vendor_files]
 
 STEPS = {
     "detect": {"model": "ocr:Detect", "inputs": {"image": "input.image"}},
